@@ -1,0 +1,109 @@
+"""Clear errors for wrong input, raised before anything is traced or compiled.
+
+Facts that are static (shapes, types) are checked always; facts about values (sign,
+finiteness) only where the value is known, that is, outside of `jax.jit`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+
+def is_traced(x: Any) -> bool:
+    """Whether the value of `x` is unknown because it is being traced."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def as_floating(x: Any, name: str) -> Array:
+    """Converts to a floating JAX array; integers and booleans become the default float.
+
+    Raises:
+      ValueError: if `x` is not numeric or is complex.
+    """
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a numeric array: {error}") from None
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise ValueError(f"{name} must be real, got dtype {x.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(jnp.result_type(float))
+    return x
+
+
+def working_dtype(x: Array) -> Any:
+    """The dtype sums are kept in: float32 for half precision, else the dtype of `x`."""
+    return jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
+
+
+def wider_dtype(*arrays: Array) -> Any:
+    """The floating dtype that holds all of them."""
+    dtypes = {x.dtype for x in arrays}
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+    if all(dtype == widest or dtype.itemsize < widest.itemsize for dtype in dtypes):
+        return widest
+    return jnp.dtype(jnp.float32)  # bfloat16 with float16
+
+
+def check_finite(name: str, x: Any, valid: Any = None) -> None:
+    """Refuses NaN and infinity among the `valid` entries of a concrete array."""
+    if is_traced(x) or is_traced(valid):
+        return
+    finite = jnp.isfinite(x)
+    if valid is not None:
+        finite = finite | ~jnp.asarray(valid)
+    bad = x.size - int(jnp.sum(finite))
+    if bad:
+        raise ValueError(f"{name} must be finite, got {bad} NaN or infinite of {x.size}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuses a concrete value that is not finite and above zero everywhere."""
+    if is_traced(value):
+        return
+    value = np.asarray(value, dtype=np.float64)
+    bad = value[~(np.isfinite(value) & (value > 0))]
+    if bad.size:
+        raise ValueError(f"{name} must be positive and finite, got {bad.flat[0]}")
+
+
+def check_at_least(name: str, value: Any, least: float) -> None:
+    """Refuses a concrete value that is NaN or below `least` anywhere."""
+    if is_traced(value):
+        return
+    value = np.asarray(value, dtype=np.float64)
+    bad = value[~(value >= least)]
+    if bad.size:
+        raise ValueError(f"{name} must be at least {least:g}, got {bad.flat[0]}")
+
+
+def check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Refuses anything but an integer in `[least, most]`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Refuses a name that is not among the choices, and lists them."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
+
+
+def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:
+    """Broadcasts `x` to `shape`, or says why it cannot be."""
+    x = jnp.asarray(x)
+    try:
+        return jnp.broadcast_to(x, shape)
+    except ValueError:
+        raise ValueError(
+            f"{name} has shape {x.shape}, which does not broadcast to {shape}"
+        ) from None

@@ -1,0 +1,575 @@
+r"""Similarities: how a state is compared with the memories.
+
+A similarity is a comparison (dot product, cosine, a distance) in the space of a feature
+map: the raw patterns (`kernel=None`) or a learned kernel, :math:`K(u, v) = \langle
+\Phi(u), \Phi(v) \rangle`. Larger is closer; distances are negated here, once. `Dot(W)`
+is the paper's kernel [eqn:linear_kernel], `Cosine(W)` its angular form.
+
+The retrieval dynamics run on the state `y = Phi(x)`, for which every linear kernel gives
+the paper's update. Each similarity therefore says how memories become `keys`, how a query
+becomes a `state`, how the two compare, and which state follows from a set of weights.
+
+Similarities and kernels are frozen pytrees: their numbers are leaves, so that they pass
+through `jit`, `vmap` and `grad`, and one compiled program serves every kernel of a shape.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from uhop_jax._checks import (
+    as_floating,
+    broadcast_rows,
+    check_choice,
+    wider_dtype,
+    working_dtype,
+)
+from uhop_jax._pytree import frozen_pytree
+
+
+def contract(a: Float[Array, "*batch D"], b: Float[Array, "N D"]) -> Array:
+    """`a @ b.T`, summed in at least float32 and at full precision on every device."""
+    a, b = _same_dtype(a, b)
+    return jnp.einsum(
+        "...d,nd->...n",
+        a,
+        b,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=working_dtype(b),
+    )
+
+
+def weigh(weights: Float[Array, "*batch N"], b: Float[Array, "N D"]) -> Array:
+    """`weights @ b`, summed in at least float32 and at full precision."""
+    weights = weights.astype(b.dtype)
+    return jnp.einsum(
+        "...n,nd->...d",
+        weights,
+        b,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=working_dtype(b),
+    )
+
+
+def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:
+    """Both in the lower precision of the two, so that half-precision keys stay half."""
+    dtype = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
+    return a.astype(dtype), b.astype(dtype)
+
+
+def _shifted(x: Array, center: Array) -> Array:
+    """`x - center` for `x (..., d)` and `center (d,)`, in the dtype of `x`."""
+    return x - center.astype(x.dtype).reshape((1,) * (x.ndim - 1) + center.shape)
+
+
+class Kernel(abc.ABC):
+    """A feature map `Phi`; memories and queries may be mapped differently.
+
+    Attributes:
+      has_energy: whether memories and queries share one `Phi`, so that updates can be
+        iterated and have an energy.
+      local: whether the features of the memories depend on which components of the
+        query are observed.
+    """
+
+    has_energy: ClassVar[bool] = True
+    local: ClassVar[bool] = True
+
+    @property
+    @abc.abstractmethod
+    def dimension(self) -> int:
+        """Dimension `d` of the patterns it maps."""
+
+    @property
+    @abc.abstractmethod
+    def set_axes(self) -> int:
+        """Number of leading axes, one kernel for each memory set."""
+
+    @abc.abstractmethod
+    def memory_features(
+        self,
+        memories: Float[Array, "*batch M d"],
+        observed: Bool[Array, " d"] | None = None,
+    ) -> Float[Array, "*batch M D"]:
+        """`Phi` of the stored patterns, over the observed components alone."""
+
+    @abc.abstractmethod
+    def query_features(
+        self,
+        query: Float[Array, "*batch d"],
+        observed: Bool[Array, "*batch d"] | None = None,
+    ) -> Float[Array, "*batch D"]:
+        """`Phi` of the query, over the observed components alone."""
+
+
+@frozen_pytree
+class LinearKernel(Kernel):
+    r"""The linear feature map :math:`\Phi(u) = W (u - c)` [eqn:linear_kernel].
+
+    Attributes:
+      weights: `W (D, d)`, or `(sets, D, d)`, one for each memory set.
+      center: `c (d,)`, or `(sets, d)`; None is the origin, the paper's choice.
+    """
+
+    weights: Float[Array, "*sets D d"]
+    center: Float[Array, "*sets d"] | None = None
+
+    @property
+    def dimension(self) -> int:
+        return self.weights.shape[-1]
+
+    @property
+    def set_axes(self) -> int:
+        return self.weights.ndim - 2
+
+    def memory_features(self, memories, observed=None):
+        return self.query_features(memories, observed)
+
+    def query_features(self, query, observed=None):
+        if self.center is not None:
+            query = _shifted(query, self.center)
+        if observed is not None:
+            query = jnp.where(observed, query, jnp.zeros((), query.dtype))
+        return contract(query, self.weights)
+
+
+@frozen_pytree
+class Centering(Kernel):
+    """The feature map `Phi(u) = u - c`, no more: for mean-centred comparisons.
+
+    Attributes:
+      center: `c (d,)`, or `(sets, d)`; usually the mean of the memories.
+    """
+
+    center: Float[Array, "*sets d"]
+
+    @property
+    def dimension(self) -> int:
+        return self.center.shape[-1]
+
+    @property
+    def set_axes(self) -> int:
+        return self.center.ndim - 1
+
+    def memory_features(self, memories, observed=None):
+        return self.query_features(memories, observed)
+
+    def query_features(self, query, observed=None):
+        query = _shifted(query, self.center)
+        if observed is None:
+            return query
+        return jnp.where(observed, query, jnp.zeros((), query.dtype))
+
+
+@frozen_pytree
+class LikelihoodKernel(Kernel):
+    r"""A naive-Bayes log-likelihood as an inner product, learned by `fit_likelihood`.
+
+    Component values fall into `K` bins. With `L[a, c] = log p(c | a)`, the log-probability
+    that a stored value of bin `a` becomes a query value of bin `c`, cut at rank `r`, `L =
+    memory_table @ query_table.T`, memories and queries have the features
+    :math:`\Phi_K(\xi)_{jk} = \mathrm{memory\_table}[\mathrm{bin}(\xi_j), k]` and
+    :math:`\Phi_Q(x)_{jk} = \mathrm{query\_table}[\mathrm{bin}(x_j), k]`, whose inner product
+    is the log-likelihood of the query up to a constant of the query: `beta = 1` is its
+    natural temperature. One-step by nature: what it returns is no longer a corrupted
+    pattern. It therefore has no energy.
+
+    Attributes:
+      memory_table: `(K, r)`, or `(sets, K, r)`.
+      query_table: `(K, r)`, or `(sets, K, r)`.
+      edges: `(K - 1,)` ascending, or `(sets, K - 1)`; a value `v` is in bin `k` if
+        exactly `k` edges are at most `v`.
+      pattern_dimension: `d`.
+    """
+
+    has_energy: ClassVar[bool] = False
+    local: ClassVar[bool] = False
+
+    memory_table: Float[Array, "*sets K r"]
+    query_table: Float[Array, "*sets K r"]
+    edges: Float[Array, "*sets K_minus_1"]
+    pattern_dimension: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dimension(self) -> int:
+        return self.pattern_dimension
+
+    @property
+    def set_axes(self) -> int:
+        return self.edges.ndim - 1
+
+    def bins(self, x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Bin of each value."""
+        return jnp.searchsorted(self.edges, x.astype(self.edges.dtype), side="right")
+
+    def memory_features(self, memories, observed=None):
+        del observed  # the query carries it
+        features = self.memory_table[self.bins(memories)]
+        return features.reshape(*memories.shape[:-1], -1)
+
+    def query_features(self, query, observed=None):
+        features = self.query_table[self.bins(query)]
+        if observed is not None:
+            features = jnp.where(observed[..., None], features, 0.0)
+        return features.reshape(*query.shape[:-1], -1)
+
+
+class Similarity(abc.ABC):
+    """A comparison of states with keys, in the features of `kernel`.
+
+    Subclasses implement `_compare`; `keys`, `combine` and `self_energy` have defaults.
+
+    Attributes:
+      kernel: the feature map, or None for the raw patterns.
+      comparison_has_energy: whether an update provably never raises an energy.
+      needs_normalized: whether that holds only if the weights sum to one.
+    """
+
+    comparison_has_energy: ClassVar[bool] = False
+    needs_normalized: ClassVar[bool] = False
+
+    kernel: Kernel | None
+
+    def __call__(
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "*batch d"],
+        *,
+        observed: Bool[Array, "*batch d"] | None = None,
+    ) -> Float[Array, "*batch M"]:
+        """Overlaps of each query with each memory; larger is closer.
+
+        Args:
+          memories: stored patterns, one per row.
+          query: states to compare.
+          observed: true for the known components of the query; the overlaps, and the
+            norms in them, are over those alone, and the others may hold anything.
+
+        Returns:
+          Overlaps, in float32 for half-precision patterns, else in their dtype.
+
+        Raises:
+          ValueError: if shapes or dtypes do not fit.
+        """
+        memories = as_floating(memories, "memories")
+        query = as_floating(query, "query")
+        check_patterns(memories, query, self)
+        observed = check_observed(observed, query)
+        if observed is None or self.kernel is None or not self.kernel.local:
+            keys = self.keys(memories)
+            return self.compare(keys, self.state(query, observed), observed)
+
+        def row(pair):
+            query, observed = pair
+            keys = self.keys(memories, observed)
+            return self.compare(keys, self.state(query, observed), observed)
+
+        flat = query.reshape(-1, query.shape[-1])
+        seen = jnp.broadcast_to(observed, query.shape).reshape(flat.shape)
+        rows = jax.lax.map(row, (flat, seen), batch_size=8)
+        return rows.reshape(*query.shape[:-1], memories.shape[0])
+
+    def gram(self, memories: Float[Array, "M d"]) -> Float[Array, "M M"]:
+        """Overlaps of the memories among themselves, `K(xi_mu, xi_nu)`."""
+        return self(memories, memories)
+
+    def keys(
+        self,
+        memories: Float[Array, "M d"],
+        observed: Bool[Array, " d"] | None = None,
+    ) -> Float[Array, "M D"]:
+        """What states are compared with."""
+        if self.kernel is None:
+            return memories
+        return self.kernel.memory_features(memories, observed)
+
+    def state(
+        self,
+        query: Float[Array, "*batch d"],
+        observed: Bool[Array, "*batch d"] | None = None,
+    ) -> Float[Array, "*batch D"]:
+        """The state in which the query begins."""
+        if self.kernel is not None:
+            return self.kernel.query_features(query, observed)
+        if observed is None:
+            return query
+        return jnp.where(observed, query, jnp.zeros((), query.dtype))
+
+    def compare(
+        self,
+        keys: Float[Array, "M D"],
+        state: Float[Array, "*batch D"],
+        observed: Bool[Array, "*batch d"] | None = None,
+    ) -> Float[Array, "*batch M"]:
+        """Overlaps of states with keys."""
+        return self._compare(keys, state, self._restriction(observed))
+
+    def combine(
+        self,
+        keys: Float[Array, "M D"],
+        weights: Float[Array, "*batch M"],
+        observed: Bool[Array, "*batch d"] | None = None,
+    ) -> Float[Array, "*batch D"]:
+        """The state that follows from weights over the keys: one update."""
+        return self._combine(keys, weights, self._restriction(observed))
+
+    def self_energy(self, state: Float[Array, "*batch D"]) -> Float[Array, "*batch"]:
+        """The part of the energy that is not the conjugate of the overlaps."""
+        return jnp.zeros(state.shape[:-1], working_dtype(state))
+
+    def has_energy(self) -> bool:
+        """Whether comparison and kernel allow an energy."""
+        kernel_allows = self.kernel is None or self.kernel.has_energy
+        return self.comparison_has_energy and kernel_allows
+
+    @abc.abstractmethod
+    def _compare(self, keys: Array, state: Array, restrict: Any) -> Array: ...
+
+    def _combine(self, keys: Array, weights: Array, restrict: Any) -> Array:
+        state = weigh(weights, keys)
+        return state if restrict is None else jnp.where(restrict, state, 0.0)
+
+    def _restriction(self, observed: Any) -> Any:
+        """Kernels take `observed` into their features; raw patterns need it here."""
+        return observed if self.kernel is None else None
+
+
+@frozen_pytree
+class Dot(Similarity):
+    r"""The dot product, or with a kernel the paper's :math:`K(u, v)` [eqn:linear_kernel].
+
+    Energy :math:`E(x) = K(x, x)/2 - \Psi^\star(\beta, K(\Xi, x))` [eqn:eng-fn].
+    """
+
+    comparison_has_energy: ClassVar[bool] = True
+
+    kernel: Kernel | None = None
+
+    def _compare(self, keys, state, restrict):
+        del restrict  # the state is already zero off the observed components
+        return contract(state, keys)
+
+    def self_energy(self, state):
+        state = state.astype(working_dtype(state))
+        return 0.5 * (state * state).sum(-1)
+
+
+@frozen_pytree
+class Cosine(Similarity):
+    r"""The cosine, or with a kernel the angular kernel.
+
+    :math:`\bar K(u, v) = \langle \Phi(u), \Phi(v) \rangle / (\|\Phi(u)\| \|\Phi(v)\|)`. The
+    dynamics live on the sphere of features: the next state is the normalised weighted mean
+    of the normalised keys, which never raises :math:`E(y) = -\Psi^\star(\beta, \langle
+    \bar\Phi(\xi), y \rangle)`. A zero vector has cosine zero with everything.
+    """
+
+    comparison_has_energy: ClassVar[bool] = True
+
+    kernel: Kernel | None = None
+
+    def keys(self, memories, observed=None):
+        return _normalize(super().keys(memories, observed)).astype(memories.dtype)
+
+    def state(self, query, observed=None):
+        return _normalize(super().state(query, observed))
+
+    def _compare(self, keys, state, restrict):
+        overlaps = contract(state, keys)
+        if restrict is None:
+            return overlaps
+        return overlaps * _restricted_inverse_norm(keys, restrict)
+
+    def _combine(self, keys, weights, restrict):
+        if restrict is None:
+            return _normalize(weigh(weights, keys))
+        mean = weigh(weights * _restricted_inverse_norm(keys, restrict), keys)
+        return _normalize(jnp.where(restrict, mean, 0.0))
+
+
+@frozen_pytree
+class NegativeSquaredL2(Similarity):
+    r"""Minus the squared Euclidean distance, summed from differences (no expansion).
+
+    Energy :math:`E(x) = -\Psi^\star(\beta, -\|\Xi - x\|^2)`, never raised by a separation
+    whose weights sum to one.
+    """
+
+    comparison_has_energy: ClassVar[bool] = True
+    needs_normalized: ClassVar[bool] = True
+
+    kernel: Kernel | None = None
+
+    def _compare(self, keys, state, restrict):
+        return -_squared_distance(*_restricted(keys, state, restrict))
+
+
+@frozen_pytree
+class NegativeL2(Similarity):
+    """Minus the Euclidean distance (Millidge et al. 2022, with the sign that retrieves).
+
+    Its update provably lowers no energy that we know.
+    """
+
+    kernel: Kernel | None = None
+
+    def _compare(self, keys, state, restrict):
+        squared = _squared_distance(*_restricted(keys, state, restrict))
+        zero = squared == 0
+        return -jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, squared)))
+
+
+@frozen_pytree
+class NegativeL1(Similarity):
+    """Minus the Manhattan distance (Millidge et al. 2022, with the sign that retrieves).
+
+    Its update provably lowers no energy that we know.
+    """
+
+    kernel: Kernel | None = None
+
+    def _compare(self, keys, state, restrict):
+        keys, state, seen = _restricted(keys, state, restrict)
+        difference = jnp.abs(_pairs(keys, state))
+        return -(difference if seen is None else difference * seen).sum(-1)
+
+
+def _normalize(x: Array) -> Array:
+    """Unit vectors in at least float32; zero stays zero, with zero gradient."""
+    x = x.astype(working_dtype(x))
+    # Scaling by the largest component first keeps tiny and huge vectors exact.
+    scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    x = x / jnp.where(scale == 0, 1.0, scale)
+    squared = (x * x).sum(-1, keepdims=True)
+    return x / jnp.sqrt(jnp.where(squared == 0, 1.0, squared))
+
+
+def _restricted_inverse_norm(keys: Array, restrict: Array) -> Array:
+    """`1 / ||keys||` over the observed components, zero for a zero norm."""
+    squared = contract(restrict.astype(keys.dtype), keys * keys)
+    # Nothing is left of a key of which less than rounding is observed.
+    none = squared <= float(jnp.finfo(keys.dtype).eps) ** 2
+    return jnp.where(none, 0.0, 1 / jnp.sqrt(jnp.where(none, 1.0, squared)))
+
+
+def _restricted(keys: Array, state: Array, restrict: Any) -> tuple[Array, Array, Any]:
+    """Keys, states and a 0/1 weight for each pair's components, in the working dtype."""
+    dtype = wider_dtype(keys, state, jnp.zeros((), jnp.float32))
+    keys, state = keys.astype(dtype), state.astype(dtype)
+    return keys, state, None if restrict is None else restrict[..., None, :].astype(dtype)
+
+
+def _pairs(keys: Array, state: Array) -> Array:
+    """Differences of every state with every key `(..., M, D)`, to be summed at once."""
+    keys = keys.reshape((1,) * (state.ndim - 1) + keys.shape)
+    return state[..., None, :] - keys
+
+
+@jax.custom_jvp
+def _squared_distance(keys: Array, state: Array, seen: Any) -> Array:
+    """`sum_j seen_j (state_j - key_j)^2`, fused: the differences are never stored."""
+    difference = _pairs(keys, state)
+    squared = difference * difference
+    return (squared if seen is None else squared * seen).sum(-1)
+
+
+@_squared_distance.defjvp
+def _squared_distance_jvp(primals, tangents):
+    keys, state, seen = primals
+    dkeys, dstate, _ = tangents
+    # Products of matrices, about the mean of the keys so that little cancels.
+    center = jax.lax.stop_gradient(keys.mean(0))
+    keys_c, state_c = _shifted(keys, center), _shifted(state, center)
+    lift = (1,) * (state.ndim - 1)
+    if seen is not None:
+        mask = seen[..., 0, :]
+        tangent = (
+            (mask * state_c * dstate).sum(-1, keepdims=True)
+            + contract(mask, keys_c * dkeys)
+            - contract(mask * dstate, keys_c)
+            - contract(mask * state_c, dkeys)
+        )
+    else:
+        tangent = (
+            (state_c * dstate).sum(-1, keepdims=True)
+            + (keys_c * dkeys).sum(-1).reshape(*lift, -1)
+            - contract(dstate, keys_c)
+            - contract(state_c, dkeys)
+        )
+    return _squared_distance(keys, state, seen), 2 * tangent
+
+
+def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
+    """Refuses memories, queries and similarities that do not fit one another."""
+    if not isinstance(similarity, Similarity):
+        raise ValueError(
+            f"similarity must be one of {', '.join(c.__name__ for c in _CLASSES)}, "
+            f"got {similarity!r}"
+        )
+    if memories.ndim < 2 or 0 in memories.shape:
+        raise ValueError(
+            "memories must have shape (M, d), one pattern per row and at least one, "
+            f"got {memories.shape}"
+        )
+    if query.ndim < 1:
+        raise ValueError("query must have shape (..., d), got a scalar")
+    if query.shape[-1] != memories.shape[-1]:
+        raise ValueError(
+            f"memories have dimension {memories.shape[-1]}, queries {query.shape[-1]}"
+        )
+    kernel = similarity.kernel
+    if kernel is None:
+        return
+    if not isinstance(kernel, Kernel):
+        raise ValueError(
+            "kernel must be a Kernel such as LinearKernel(weights), got "
+            f"{type(kernel).__name__}"
+        )
+    if kernel.dimension != memories.shape[-1]:
+        raise ValueError(
+            f"kernel maps dimension {kernel.dimension}, memories have dimension "
+            f"{memories.shape[-1]}"
+        )
+    if not kernel.has_energy and not isinstance(similarity, Dot):
+        raise ValueError(
+            f"{type(kernel).__name__} compares by Dot alone, got "
+            f"{type(similarity).__name__}"
+        )
+
+
+def check_observed(observed: Any, query: Array) -> Array | None:
+    """Refuses an `observed` that is not boolean or does not broadcast to the query."""
+    if observed is None:
+        return None
+    observed = jnp.asarray(observed)
+    if observed.dtype != jnp.bool_:
+        raise ValueError(
+            "observed must be boolean (true where the query is known), got dtype "
+            f"{observed.dtype}"
+        )
+    broadcast_rows("observed", observed, query.shape)
+    return observed
+
+
+SIMILARITIES: dict[str, type[Similarity]] = {
+    "dot": Dot,
+    "cosine": Cosine,
+    "squared_l2": NegativeSquaredL2,
+    "l2": NegativeL2,
+    "l1": NegativeL1,
+}
+_CLASSES = tuple(SIMILARITIES.values())
+
+
+def similarity_from_name(name: str, kernel: Kernel | None = None) -> Similarity:
+    """The similarity of that name, as configs and command lines spell it.
+
+    Raises:
+      ValueError: if the name is unknown (the choices are listed).
+    """
+    check_choice("similarity", name, SIMILARITIES)
+    return SIMILARITIES[name](kernel)  # type: ignore[call-arg]
