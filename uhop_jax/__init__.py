@@ -1,9 +1,12 @@
-"""U-Hop in JAX: associative memories that learn their similarity before they retrieve.
+"""U-Hop in JAX: associative memories that learn their similarity first.
 
-The functional core of "Uniform Memory Retrieval with Larger Capacity for Modern Hopfield
-Models" (Wu et al., ICML 2024): separations, similarities, energies and retrieval.
+The functional core of "Uniform Memory Retrieval with Larger Capacity for Modern
+Hopfield Models" (Wu et al., ICML 2024): separations, similarities and kernels,
+retrieval dynamics and energies, Stage I, calibration.
 """
 
+from uhop_jax.calibration import Calibration, calibrate
+from uhop_jax.corruption import Mask, Noise, posterior_mean
 from uhop_jax.retrieval import (
     Convergence,
     Retrieval,
@@ -38,8 +41,22 @@ from uhop_jax.similarity import (
     Similarity,
     similarity_from_name,
 )
+from uhop_jax.stage_one import (
+    StageOne,
+    fit,
+    fit_annealed,
+    fit_closed_form,
+    fit_likelihood,
+    fit_sgd,
+    gaussian_start,
+    identity_start,
+    separation_loss,
+    smallest_separation,
+)
+from uhop_jax.storage import load, save
 
 __all__ = [
+    "Calibration",
     "Centering",
     "Convergence",
     "Cosine",
@@ -48,9 +65,11 @@ __all__ = [
     "Kernel",
     "LikelihoodKernel",
     "LinearKernel",
+    "Mask",
     "NegativeL1",
     "NegativeL2",
     "NegativeSquaredL2",
+    "Noise",
     "Polynomial",
     "Retrieval",
     "Separation",
@@ -58,14 +77,28 @@ __all__ = [
     "Softmax",
     "Softmax1",
     "Sparsemax",
+    "StageOne",
     "TopK",
     "Trajectory",
     "bounded_alpha",
+    "calibrate",
     "converge",
     "energy",
+    "fit",
+    "fit_annealed",
+    "fit_closed_form",
+    "fit_likelihood",
+    "fit_sgd",
+    "gaussian_start",
     "has_energy",
+    "identity_start",
+    "load",
+    "posterior_mean",
     "retrieve",
+    "save",
     "separation_from_name",
+    "separation_loss",
     "similarity_from_name",
+    "smallest_separation",
     "trajectory",
 ]

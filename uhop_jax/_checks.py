@@ -58,7 +58,9 @@ def check_finite(name: str, x: Any, valid: Any = None) -> None:
         finite = finite | ~jnp.asarray(valid)
     bad = x.size - int(jnp.sum(finite))
     if bad:
-        raise ValueError(f"{name} must be finite, got {bad} NaN or infinite of {x.size}")
+        raise ValueError(
+            f"{name} must be finite, got {bad} NaN or infinite of {x.size}"
+        )
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -95,7 +97,9 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Refuses a name that is not among the choices, and lists them."""
     choices = tuple(choices)
     if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
+        raise ValueError(
+            f"unknown {name} {value!r}; choose one of {', '.join(choices)}"
+        )
 
 
 def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:

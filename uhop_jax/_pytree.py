@@ -1,7 +1,7 @@
 """Frozen dataclasses as pytrees: behaviour is the type, numbers are leaves."""
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
@@ -13,5 +13,35 @@ def frozen_pytree(cls: type[T]) -> type[T]:
     """A frozen dataclass whose fields are leaves, but for those marked `static`.
 
     A static field is `dataclasses.field(metadata={"static": True})`.
+
+    The class is part of the static data. `jax.tree_util.register_dataclass` leaves it
+    out of the comparison of structures (jaxlib 0.10), so that a cache of compiled
+    programs now and then takes one class for another with as many leaves.
     """
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    frozen: Any = dataclasses.dataclass(frozen=True)(cls)
+    leaves: list[str] = []
+    static: list[str] = []
+    for field in dataclasses.fields(frozen):
+        (static if field.metadata.get("static") else leaves).append(field.name)
+    keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
+
+    def flatten(x: Any) -> tuple[tuple, tuple]:
+        return (
+            tuple(getattr(x, name) for name in leaves),
+            (frozen, *(getattr(x, name) for name in static)),
+        )
+
+    def flatten_with_keys(x: Any) -> tuple[tuple, tuple]:
+        children, aux = flatten(x)
+        return tuple(zip(keys, children, strict=True)), aux
+
+    def unflatten(aux: tuple, children: tuple) -> Any:
+        x = object.__new__(frozen)
+        for name, value in zip(static + leaves, (*aux[1:], *children), strict=True):
+            object.__setattr__(x, name, value)
+        return x
+
+    jax.tree_util.register_pytree_with_keys(
+        frozen, flatten_with_keys, unflatten, flatten
+    )
+    return frozen

@@ -1,19 +1,20 @@
 r"""Retrieval dynamics: energy, updates, iteration to a fixed point.
 
-One update is :math:`T(x) = \mathrm{sep}(\beta K(\Xi, x))\, \Xi` [lemma:retrieval_dyn]. The
-functions here apply it a fixed number of times (`retrieve`), until nothing moves
+One update is :math:`T(x) = \mathrm{sep}(\beta K(\Xi, x))\, \Xi` [lemma:retrieval_dyn].
+The functions here apply it a fixed number of times (`retrieve`), until nothing moves
 (`converge`), or keeping every state (`trajectory`). All share one set of arguments:
 
-- `memories (M, d)`, one pattern per row, shared by all queries and never tiled; or `(sets,
-  M, d)`, one memory set for each entry of the first axis of the query (an axis of one is
-  shared).
+- `memories (M, d)`, one pattern per row, shared by all queries and never tiled; or
+  `(sets, M, d)`, one memory set for each entry of the first axis of the query (an axis
+  of one is shared).
 - `query (..., d)`; every leading axis is a batch of independent retrievals.
 - `beta`, and the parameters of the separation such as `alpha`: numbers, or arrays that
   broadcast against the leading axes of the query.
 - `mask (..., M)`: true for valid memories. What a masked memory holds, NaN included,
-  reaches neither a result nor a gradient; a query without a valid memory retrieves zero.
-- `observed (..., d)`: true for the known components of the query; overlaps and norms are
-  over those alone.
+  reaches neither a result nor a gradient; a query without a valid memory retrieves
+  zero.
+- `observed (..., d)`: true for the known components of the query; overlaps and norms
+  are over those alone.
 
 Values are checked only outside of `jax.jit`, where they are known; shapes always. Half
 precision sums in float32.
@@ -103,7 +104,8 @@ def retrieve(
 ) -> Retrieval:
     r"""Applies `steps` updates of the retrieval dynamics [eqn:ret-dyn].
 
-    With one step and `Softmax` this is attention with keys `memories` and values `values`.
+    With one step and `Softmax` this is attention with keys `memories` and values
+    `values`.
 
     Args:
       memories: stored patterns.
@@ -125,7 +127,9 @@ def retrieve(
       ValueError: if an argument is out of range, or shapes do not fit.
     """
     check_count("steps", steps, 1)
-    model = _model(memories, query, beta, separation, similarity, values, mask, observed)
+    model = _model(
+        memories, query, beta, separation, similarity, values, mask, observed
+    )
     if steps > 1 and model.similarity.kernel is not None:
         _check_iterable(model.similarity)
     return _retrieve(model, steps)
@@ -146,9 +150,10 @@ def converge(
 ) -> Convergence:
     r"""Applies updates to each row until its state stands still [lemma:convergence].
 
-    A row stops by itself, so that it does not depend on the rows beside it. Gradients are
-    those of the fixed point (implicit function theorem): exact where the row has converged,
-    zero in `query`, and in memory that does not grow with the number of steps.
+    A row stops by itself, so that it does not depend on the rows beside it. Gradients
+    are those of the fixed point (implicit function theorem): exact where the row has
+    converged, zero in `query`, and in memory that does not grow with the number of
+    steps.
 
     Args:
       memories: stored patterns.
@@ -170,7 +175,9 @@ def converge(
       ValueError: if an argument is out of range, or shapes do not fit.
     """
     check_count("max_steps", max_steps, 1)
-    model = _model(memories, query, beta, separation, similarity, values, mask, observed)
+    model = _model(
+        memories, query, beta, separation, similarity, values, mask, observed
+    )
     _check_iterable(model.similarity)
     if tolerance is None:
         tolerance = 16 * float(jnp.finfo(working_dtype(model.query)).eps)
@@ -226,8 +233,8 @@ def energy(
     r"""Energy of states, which an update never raises.
 
     - `Dot`: :math:`K(x, x)/2 - \Psi^\star(\beta, K(\Xi, x))` [eqn:eng-fn], with the
-      conjugate :math:`\Psi^\star(\beta, z) = \mathrm{conjugate}(\beta z)/\beta` (the factor
-      :math:`1/\beta`, which the paper omits for `alpha = 2`, is needed).
+      conjugate :math:`\Psi^\star(\beta, z) = \mathrm{conjugate}(\beta z)/\beta` (the
+      factor :math:`1/\beta`, which the paper omits for `alpha = 2`, is needed).
     - `Cosine`: :math:`-\Psi^\star(\beta, \bar K(\Xi, x))`.
     - `NegativeSquaredL2`: :math:`-\Psi^\star(\beta, -\|\Xi - x\|^2)`.
 
@@ -305,7 +312,8 @@ def _model(
     kernel = similarity.kernel
     if kernel is not None and kernel.set_axes not in (0, len(sets)):
         raise ValueError(
-            f"kernel has {kernel.set_axes} axes of memory sets, memories have {len(sets)}"
+            f"kernel has {kernel.set_axes} axes of memory sets, memories have "
+            f"{len(sets)}"
         )
     rows = query.shape[:-1]
     dtype = wider_dtype(memories, query)
@@ -313,8 +321,8 @@ def _model(
         values = as_floating(values, "values")
         if values.ndim < 2 or values.shape[:-1] != memories.shape[:-1]:
             raise ValueError(
-                f"values have shape {values.shape}, memories {memories.shape}: all axes "
-                "but the last must agree"
+                f"values have shape {values.shape}, memories {memories.shape}: all "
+                "axes but the last must agree"
             )
         dtype = wider_dtype(memories, query, values)
         values = values.astype(dtype)
@@ -362,8 +370,8 @@ def _check_iterable(similarity: Similarity) -> None:
     kernel = similarity.kernel
     if kernel is not None and not kernel.has_energy:
         raise ValueError(
-            f"{type(kernel).__name__} maps queries and memories differently: it has one "
-            "update only and cannot be iterated"
+            f"{type(kernel).__name__} maps queries and memories differently: it has "
+            "one update only and cannot be iterated"
         )
 
 
@@ -402,7 +410,9 @@ class _Row(NamedTuple):
     def read_out(self, y: Array) -> Retrieval:
         weights = self.weights(y)
         dtype = self.values.dtype
-        return Retrieval(weigh(weights, self.values).astype(dtype), weights.astype(dtype))
+        return Retrieval(
+            weigh(weights, self.values).astype(dtype), weights.astype(dtype)
+        )
 
     def _scaled(self, y: Array) -> Array:
         z = self.model.similarity.compare(self.keys, y, self.model.observed)
@@ -412,9 +422,11 @@ class _Row(NamedTuple):
 
 
 def _over_rows(model: _Model, function: Callable[[_Row], Any]) -> Any:
-    """Maps `function` over memory sets and then over queries, sharing what is shared."""
+    """Maps `function` over memory sets, then over queries; shared parts stay so."""
     if model.memories.ndim > 2:
-        stacked = model.similarity.kernel is not None and model.similarity.kernel.set_axes
+        stacked = (
+            model.similarity.kernel is not None and model.similarity.kernel.set_axes
+        )
         shared = {"memories": 0, "values": 0, "similarity": 0 if stacked else None}
         return _over_axis(model, shared, lambda m: _over_rows(m, function), False)
 

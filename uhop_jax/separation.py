@@ -5,9 +5,10 @@ gives the weights, `conjugate` the convex function whose gradient they are. All 
 the last axis, leading axes are free. Nothing sorts: every step is a sum or a maximum
 over the memory axis, so it fuses, vectorises and shards.
 
-A masked entry (`where` false, or an overlap of `-inf`) has weight zero and gradient zero
-whatever its value, NaN included; a row without any valid entry has all-zero weights and
-conjugate zero. Half precision is computed in float32 and returned as it came.
+A masked entry (`where` false, or an overlap of `-inf`) has weight zero and gradient
+zero whatever its value, NaN included; a row without any valid entry has all-zero
+weights and conjugate zero. Half precision is computed in float32 and returned as it
+came.
 """
 
 import abc
@@ -73,7 +74,7 @@ class Separation(abc.ABC):
           ValueError: if a concrete parameter is out of range or does not fit `z`.
         """
         z, dtype = self._prepare(z, where)
-        return self._weights(z).astype(dtype)
+        return _jit_weights(self, z).astype(dtype)
 
     def conjugate(
         self,
@@ -98,7 +99,7 @@ class Separation(abc.ABC):
                 f"{self} has no convex conjugate: its weights are no gradient"
             )
         z, dtype = self._prepare(z, where)
-        return self._conjugate(z).astype(dtype)
+        return _jit_conjugate(self, z).astype(dtype)
 
     def margin(self) -> ArrayLike:
         """Lead of the largest entry from which on the weights are exactly one-hot.
@@ -109,6 +110,7 @@ class Separation(abc.ABC):
 
     def check(self) -> None:
         """Raises `ValueError` if a concrete parameter is out of range."""
+        return
 
     @abc.abstractmethod
     def _weights(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]: ...
@@ -129,6 +131,17 @@ class Separation(abc.ABC):
                 raise ValueError(f"where must be boolean, got dtype {where.dtype}")
             z = jnp.where(broadcast_rows("where", where, z.shape), z, -jnp.inf)
         return z, dtype
+
+
+# Outside of `jax.jit` a loop would be compiled anew at every call.
+@jax.jit
+def _jit_weights(separation: Separation, z: Array) -> Array:
+    return separation._weights(z)
+
+
+@jax.jit
+def _jit_conjugate(separation: Separation, z: Array) -> Array:
+    return separation._conjugate(z)
 
 
 # --------------------------------------------------------------------------------------
@@ -173,9 +186,9 @@ def _root(u: Array, e: Array, start: Array, power: _Power | Array) -> Array:
     """The `s >= start` at which the weights of each row sum to one, `(..., 1)`.
 
     Newton's method on `f^e`, `f` the sum of the weights, which is convex and decreasing
-    in `s` for `e <= 1`: the iterates climb to the root and never pass it. For `e > 1` it
-    is not convex and the bracket is halved instead. A row that is done stays as it is,
-    so that it does not depend on the other rows.
+    in `s` for `e <= 1`: the iterates climb to the root and never pass it. For `e > 1`
+    it is not convex and the bracket is halved instead. A row that is done stays as it
+    is, so that it does not depend on the other rows.
     """
     length = u.shape[-1]
     eps = float(jnp.finfo(u.dtype).eps)
@@ -224,7 +237,7 @@ def _run_time_power(e: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _entmax(z: Array, alpha: Array, power: _Power | None) -> Array:
-    """Weights of `alpha`-entmax; `alpha` broadcasts against `z`, whose rows it may vary.
+    """Weights of `alpha`-entmax, with an `alpha` that broadcasts against `z`.
 
     `power` fixes the arithmetic; None chooses it when the value of `alpha` is known.
     """
@@ -246,7 +259,8 @@ def _entmax(z: Array, alpha: Array, power: _Power | None) -> Array:
     # For alpha > 2 an ulp of the root is much more than an ulp of a weight.
     total = p.sum(-1, keepdims=True)
     steep = (e > 1) & (total > 0)
-    return jnp.where(steep, p / jnp.where(steep, total, 1.0), p)
+    p = jnp.where(steep, p / jnp.where(steep, total, 1.0), p)
+    return jnp.where(jnp.isnan(e), e, p)
 
 
 @functools.partial(_entmax.defjvp, symbolic_zeros=True)
@@ -276,7 +290,7 @@ def _entmax_jvp(power, primals, tangents):
 def _support_power(p, log_p, e, cap, power: _Power) -> Array:
     """`p^(2 - alpha)` on the support, zero off it."""
     if power is _Power.LINEAR:
-        return jnp.where(p > 0, 1.0, 0.0)
+        return (p > 0).astype(p.dtype)
     if power is _Power.SQUARE:
         return jnp.sqrt(jnp.where(p > 0, p, 1.0)) * jnp.where(p > 0, 1.0, 0.0)
     return jnp.where(p > 0, jnp.exp(jnp.minimum((1 - e) * log_p, cap)), 0.0)
@@ -311,7 +325,7 @@ def _entmax_conjugate_jvp(primals, tangents):
 
 
 def _negative_entropy(p: Array, alpha: Array) -> Array:
-    r"""Tsallis :math:`\Omega_\alpha(p) = \sum_i (p_i^\alpha - p_i)/(\alpha(\alpha-1))`."""
+    r"""Tsallis :math:`\Omega_\alpha(p)`, see `Entmax`; its limit at `alpha = 1`."""
     alpha = alpha.astype(p.dtype)
     e = alpha - 1
     log_p = jnp.log(jnp.where(p > 0, p, 1.0))
@@ -339,8 +353,8 @@ def _log_sum_exp(z: Array, *, null: bool = False) -> Array:
 class Softmax(Separation):
     r"""The dense separation of Ramsauer et al. 2020, `alpha = 1` [eqn:retrival_dyn].
 
-    Weights :math:`p_\mu = e^{z_\mu} / \sum_\nu e^{z_\nu}`, conjugate :math:`\log \sum_\nu
-    e^{z_\nu}`.
+    Weights :math:`p_\mu = e^{z_\mu} / \sum_\nu e^{z_\nu}`, conjugate :math:`\log
+    \sum_\nu e^{z_\nu}`.
     """
 
     def _weights(self, z):
@@ -382,21 +396,21 @@ class Entmax(Separation):
 
     :math:`\mathrm{entmax}_\alpha(z) = \arg\max_{p \in \Delta} \langle p, z\rangle -
     \Omega_\alpha(p)` with :math:`\Omega_\alpha(p) = \sum_i (p_i^\alpha - p_i) / (\alpha
-    (\alpha - 1))` [eqn:entmax; the sign of eqn:T_entropy corrected]. Dense at `alpha = 1`
-    (softmax), sparse above, sparsemax at 2. The derivatives are closed-form, that in
+    (\alpha - 1))` [eqn:entmax; the sign of eqn:T_entropy corrected]. Dense at `alpha =
+    1` (softmax), sparse above, sparsemax at 2. The derivatives are closed-form, that in
     `alpha` included (Correia et al. 2019, Prop. 1, in a form that is right at `alpha =
     1`).
 
     Attributes:
       alpha: index, at least 1; a number or an array that broadcasts against the leading
-        axes of the overlaps (one a row, one a head). Under `jax.jit`, where it cannot be
-        checked, an `alpha` below 1 gives NaN. To learn it, see `bounded_alpha`.
+        axes of the overlaps (one a row, one a head). Under `jax.jit`, where it cannot
+        be checked, an `alpha` below 1 gives NaN. To learn it, see `bounded_alpha`.
     """
 
     alpha: ArrayLike = 1.5
 
     def check(self):
-        check_at_least("alpha", self.alpha, 1)
+        check_at_least("alpha", self.alpha, 1.0)
 
     def margin(self):
         """`1 / (alpha - 1)`, infinite at `alpha = 1`."""
@@ -438,7 +452,7 @@ def bounded_alpha(
     Raises:
       ValueError: if the range is empty or begins below 1.
     """
-    check_at_least("low", low, 1)
+    check_at_least("low", low, 1.0)
     if not high > low:
         raise ValueError(f"high must exceed low, got low {low} and high {high}")
     raw = as_floating(raw, "raw")
@@ -496,7 +510,8 @@ class Polynomial(Separation):
 class TopK(Separation):
     r"""Softmax over exactly the `k` largest overlaps; ties go to the lower index.
 
-    Its conjugate is the `logsumexp` of the `k` largest, convex as a maximum over subsets.
+    Its conjugate is the `logsumexp` of the `k` largest, convex as a maximum over
+    subsets.
 
     Attributes:
       k: how many memories keep a weight, at least 1 and at most their number.
@@ -533,7 +548,8 @@ def _ordered_integers(z: Array) -> Array:
     """Unsigned integers in the order of the floats."""
     bits = jnp.finfo(z.dtype).bits
     unsigned = jnp.dtype(f"uint{bits}")
-    raw = lax.bitcast_convert_type(z + 0.0, unsigned)  # -0.0 + 0.0 is 0.0
+    # -0.0 must equal 0.0; XLA would drop the sum `z + 0.0`.
+    raw = lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), unsigned)
     sign = jnp.asarray(1 << (bits - 1), unsigned)
     return jnp.where(raw >= sign, ~raw, raw | sign)
 
@@ -543,7 +559,9 @@ def _kth_largest(keys: Array, k: int) -> Array:
     bits = keys.dtype.itemsize * 8
 
     def body(i, prefix):
-        bit = jnp.left_shift(jnp.ones((), keys.dtype), (bits - 1 - i).astype(keys.dtype))
+        bit = jnp.left_shift(
+            jnp.ones((), keys.dtype), (bits - 1 - i).astype(keys.dtype)
+        )
         candidate = prefix | bit
         count = (keys >= candidate).sum(-1, keepdims=True, dtype=jnp.int32)
         return jnp.where(count >= k, candidate, prefix)

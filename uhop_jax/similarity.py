@@ -5,12 +5,14 @@ map: the raw patterns (`kernel=None`) or a learned kernel, :math:`K(u, v) = \lan
 \Phi(u), \Phi(v) \rangle`. Larger is closer; distances are negated here, once. `Dot(W)`
 is the paper's kernel [eqn:linear_kernel], `Cosine(W)` its angular form.
 
-The retrieval dynamics run on the state `y = Phi(x)`, for which every linear kernel gives
-the paper's update. Each similarity therefore says how memories become `keys`, how a query
-becomes a `state`, how the two compare, and which state follows from a set of weights.
+The retrieval dynamics run on the state `y = Phi(x)`, for which every linear kernel
+gives the paper's update. Each similarity therefore says how memories become `keys`, how
+a query becomes a `state`, how the two compare, and which state follows from a set of
+weights.
 
 Similarities and kernels are frozen pytrees: their numbers are leaves, so that they pass
-through `jit`, `vmap` and `grad`, and one compiled program serves every kernel of a shape.
+through `jit`, `vmap` and `grad`, and one compiled program serves every kernel of a
+shape.
 """
 
 import abc
@@ -25,6 +27,7 @@ from uhop_jax._checks import (
     as_floating,
     broadcast_rows,
     check_choice,
+    check_count,
     wider_dtype,
     working_dtype,
 )
@@ -169,20 +172,21 @@ class Centering(Kernel):
 class LikelihoodKernel(Kernel):
     r"""A naive-Bayes log-likelihood as an inner product, learned by `fit_likelihood`.
 
-    Component values fall into `K` bins. With `L[a, c] = log p(c | a)`, the log-probability
-    that a stored value of bin `a` becomes a query value of bin `c`, cut at rank `r`, `L =
-    memory_table @ query_table.T`, memories and queries have the features
-    :math:`\Phi_K(\xi)_{jk} = \mathrm{memory\_table}[\mathrm{bin}(\xi_j), k]` and
-    :math:`\Phi_Q(x)_{jk} = \mathrm{query\_table}[\mathrm{bin}(x_j), k]`, whose inner product
-    is the log-likelihood of the query up to a constant of the query: `beta = 1` is its
-    natural temperature. One-step by nature: what it returns is no longer a corrupted
-    pattern. It therefore has no energy.
+    Component values fall into `K` bins. With `L[a, c] = log p(c | a)`, the
+    log-probability that a stored value of bin `a` becomes a query value of bin `c`, cut
+    at rank `r`, `L = memory_table @ query_table.T`, memories and queries have the
+    features :math:`\Phi_K(\xi)_{jk} = \mathrm{memory\_table}[\mathrm{bin}(\xi_j), k]`
+    and :math:`\Phi_Q(x)_{jk} = \mathrm{query\_table}[\mathrm{bin}(x_j), k]`, whose
+    inner product is the log-likelihood of the query up to a constant of the query:
+    `beta = 1` is its natural temperature. One-step by nature: what it returns is no
+    longer a corrupted pattern. It therefore has no energy.
 
     Attributes:
       memory_table: `(K, r)`, or `(sets, K, r)`.
       query_table: `(K, r)`, or `(sets, K, r)`.
-      edges: `(K - 1,)` ascending, or `(sets, K - 1)`; a value `v` is in bin `k` if
-        exactly `k` edges are at most `v`.
+      memory_edges: `(K - 1,)` ascending, or `(sets, K - 1)`; a stored value is in bin
+        `k` if exactly `k` edges are at most as large.
+      query_edges: the same for the values of queries.
       pattern_dimension: `d`.
     """
 
@@ -191,7 +195,8 @@ class LikelihoodKernel(Kernel):
 
     memory_table: Float[Array, "*sets K r"]
     query_table: Float[Array, "*sets K r"]
-    edges: Float[Array, "*sets K_minus_1"]
+    memory_edges: Float[Array, "*sets K_minus_1"]
+    query_edges: Float[Array, "*sets K_minus_1"]
     pattern_dimension: int = dataclasses.field(metadata={"static": True})
 
     @property
@@ -200,22 +205,40 @@ class LikelihoodKernel(Kernel):
 
     @property
     def set_axes(self) -> int:
-        return self.edges.ndim - 1
+        return self.memory_edges.ndim - 1
 
-    def bins(self, x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Bin of each value."""
-        return jnp.searchsorted(self.edges, x.astype(self.edges.dtype), side="right")
+    def cut(self, rank: int | None) -> "LikelihoodKernel":
+        """The same kernel at a lower rank; None leaves it.
+
+        Raises:
+          ValueError: if the rank is not between 1 and its own.
+        """
+        if rank is None:
+            return self
+        check_count("rank", rank, 1, self.memory_table.shape[-1])
+        memory_table = self.memory_table[..., :rank]
+        query_table = self.query_table[..., :rank]
+        return dataclasses.replace(
+            self, memory_table=memory_table, query_table=query_table
+        )
 
     def memory_features(self, memories, observed=None):
         del observed  # the query carries it
-        features = self.memory_table[self.bins(memories)]
+        features = self.memory_table[bins(memories, self.memory_edges)]
         return features.reshape(*memories.shape[:-1], -1)
 
     def query_features(self, query, observed=None):
-        features = self.query_table[self.bins(query)]
+        features = self.query_table[bins(query, self.query_edges)]
         if observed is not None:
             features = jnp.where(observed[..., None], features, 0.0)
         return features.reshape(*query.shape[:-1], -1)
+
+
+def bins(x: Float[Array, "*shape"], edges: Float[Array, " n"]) -> Int[Array, "*shape"]:
+    """How many of the ascending `edges` are at most each value."""
+    method = "compare_all"  # few edges: comparing with each is fastest everywhere
+    x = x.astype(edges.dtype)
+    return jnp.searchsorted(edges, x, side="right", method=method)
 
 
 class Similarity(abc.ABC):
@@ -340,7 +363,7 @@ class Similarity(abc.ABC):
 
 @frozen_pytree
 class Dot(Similarity):
-    r"""The dot product, or with a kernel the paper's :math:`K(u, v)` [eqn:linear_kernel].
+    r"""The dot product, or with a kernel the paper's `K(u, v)` [eqn:linear_kernel].
 
     Energy :math:`E(x) = K(x, x)/2 - \Psi^\star(\beta, K(\Xi, x))` [eqn:eng-fn].
     """
@@ -362,10 +385,11 @@ class Dot(Similarity):
 class Cosine(Similarity):
     r"""The cosine, or with a kernel the angular kernel.
 
-    :math:`\bar K(u, v) = \langle \Phi(u), \Phi(v) \rangle / (\|\Phi(u)\| \|\Phi(v)\|)`. The
-    dynamics live on the sphere of features: the next state is the normalised weighted mean
-    of the normalised keys, which never raises :math:`E(y) = -\Psi^\star(\beta, \langle
-    \bar\Phi(\xi), y \rangle)`. A zero vector has cosine zero with everything.
+    :math:`\bar K(u, v) = \langle \Phi(u), \Phi(v) \rangle / (\|\Phi(u)\| \|\Phi(v)\|)`.
+    The dynamics live on the sphere of features: the next state is the normalised
+    weighted mean of the normalised keys, which never raises :math:`E(y) =
+    -\Psi^\star(\beta, \langle \bar\Phi(\xi), y \rangle)`. A zero vector has cosine zero
+    with everything.
     """
 
     comparison_has_energy: ClassVar[bool] = True
@@ -395,8 +419,8 @@ class Cosine(Similarity):
 class NegativeSquaredL2(Similarity):
     r"""Minus the squared Euclidean distance, summed from differences (no expansion).
 
-    Energy :math:`E(x) = -\Psi^\star(\beta, -\|\Xi - x\|^2)`, never raised by a separation
-    whose weights sum to one.
+    Energy :math:`E(x) = -\Psi^\star(\beta, -\|\Xi - x\|^2)`, never raised by a
+    separation whose weights sum to one.
     """
 
     comparison_has_energy: ClassVar[bool] = True
@@ -410,7 +434,7 @@ class NegativeSquaredL2(Similarity):
 
 @frozen_pytree
 class NegativeL2(Similarity):
-    """Minus the Euclidean distance (Millidge et al. 2022, with the sign that retrieves).
+    """Minus the Euclidean distance (Millidge et al. 2022).
 
     Its update provably lowers no energy that we know.
     """
@@ -425,7 +449,7 @@ class NegativeL2(Similarity):
 
 @frozen_pytree
 class NegativeL1(Similarity):
-    """Minus the Manhattan distance (Millidge et al. 2022, with the sign that retrieves).
+    """Minus the Manhattan distance (Millidge et al. 2022).
 
     Its update provably lowers no energy that we know.
     """
@@ -457,10 +481,14 @@ def _restricted_inverse_norm(keys: Array, restrict: Array) -> Array:
 
 
 def _restricted(keys: Array, state: Array, restrict: Any) -> tuple[Array, Array, Any]:
-    """Keys, states and a 0/1 weight for each pair's components, in the working dtype."""
+    """Keys, states and a 0/1 weight of their components, in the working dtype."""
     dtype = wider_dtype(keys, state, jnp.zeros((), jnp.float32))
     keys, state = keys.astype(dtype), state.astype(dtype)
-    return keys, state, None if restrict is None else restrict[..., None, :].astype(dtype)
+    return (
+        keys,
+        state,
+        None if restrict is None else restrict[..., None, :].astype(dtype),
+    )
 
 
 def _pairs(keys: Array, state: Array) -> Array:

@@ -1,0 +1,416 @@
+"""Which kernel, which similarity, which beta: chosen by self-made corruption.
+
+The memories are known, so copies of them can be corrupted the way queries will be.
+Every candidate model retrieves the copies, in one compiled sweep, and the one with the
+least error is what a user without opinions gets, together with the error to expect.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from uhop_jax._checks import (
+    as_floating,
+    check_at_least,
+    check_count,
+    check_finite,
+    working_dtype,
+)
+from uhop_jax._pytree import frozen_pytree
+from uhop_jax.corruption import Corruption
+from uhop_jax.retrieval import Retrieval, retrieve
+from uhop_jax.separation import Entmax, Separation, Softmax, Sparsemax
+from uhop_jax.similarity import (
+    Centering,
+    Cosine,
+    Dot,
+    NegativeL1,
+    NegativeL2,
+    NegativeSquaredL2,
+    Similarity,
+    weigh,
+)
+from uhop_jax.stage_one import fit_closed_form, fit_likelihood
+
+SEPARATION_CHOICES: tuple[Separation, ...] = (Softmax(), Entmax(1.5), Sparsemax())
+RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+RANKS = (2, 8, None)
+SHARPNESS = (0.1, 1000.0, 17)  # first, last and number of beta * spread on a log grid
+FINALISTS = 4  # candidates on which all separations are tried
+MIN_BATCHES, MAX_BATCHES = 4, 64  # of copies for the expected error
+ACCURACY = 0.02  # at which its standard error is small enough
+
+
+@frozen_pytree
+class Calibration:
+    """A calibrated memory model, and what to expect of it.
+
+    Attributes:
+      similarity: the chosen similarity, its kernel fitted.
+      separation: the chosen separation.
+      beta: the chosen inverse temperature.
+      expected_error: mean sum of squared component differences between a pattern and
+        what its corrupted copy retrieves, on copies that took no part in the choice.
+      standard_error: of that mean.
+      expected_top1: share of those copies whose largest weight is at the right memory.
+      trials: `(candidates, separations, betas)`, the error of every model tried, NaN
+        for those not tried.
+      betas: `(candidates, betas)`, their inverse temperatures.
+      name: the chosen candidate.
+      names: all candidates, in the order of `trials`.
+      separations: all separations, likewise.
+    """
+
+    similarity: Similarity
+    separation: Separation
+    beta: Float[Array, ""]
+    expected_error: Float[Array, ""]
+    standard_error: Float[Array, ""]
+    expected_top1: Float[Array, ""]
+    trials: Float[Array, "candidates separations betas"]
+    betas: Float[Array, "candidates betas"]
+    name: str = dataclasses.field(metadata={"static": True})
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    separations: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def retrieve(
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "*batch d"],
+        **options: Any,
+    ) -> Retrieval:
+        """`uhop_jax.retrieve` with the chosen model; `options` as there."""
+        return retrieve(
+            memories,
+            query,
+            beta=self.beta,
+            separation=self.separation,
+            similarity=self.similarity,
+            **options,
+        )
+
+    def summary(self) -> str:
+        """One sentence: what was chosen and what it should do."""
+        return (
+            f"{self.name} with {type(self.separation).__name__.lower()} at beta "
+            f"{float(self.beta):.3g}: expected error {float(self.expected_error):.3g} "
+            f"± {float(self.standard_error):.2g}, top-1 {float(self.expected_top1):.3f}"
+        )
+
+
+def calibrate(
+    key: PRNGKeyArray,
+    memories: Float[Array, "M d"],
+    corrupt: Callable[[PRNGKeyArray, Array], Any],
+    *,
+    copies: int = 4,
+    max_queries: int = 1000,
+    separations: Sequence[Separation] = SEPARATION_CHOICES,
+    candidates: Mapping[str, Similarity] | None = None,
+) -> Calibration:
+    """Chooses similarity, kernel, separation and beta by the error on corrupted copies.
+
+    Args:
+      key: random key.
+      memories: stored patterns, one per row.
+      corrupt: `corrupt(key, patterns)` corrupts patterns as queries will be, such as
+        `Mask(0.5)`, `Noise(0.3)` or your own function of JAX arrays; it returns
+        patterns of the same shape, or `(patterns, observed)`.
+      copies: corrupted copies of each memory in the sweep.
+      max_queries: cap on the copies in the sweep; memories are drawn if there are more.
+      separations: separations to try: the first on every candidate, the others on the
+        few candidates that are best with it.
+      candidates: similarities to try by name, their kernels fitted; None is
+        `default_candidates`.
+
+    Returns:
+      `Calibration`.
+
+    Raises:
+      ValueError: if an argument is out of range, or `corrupt` changes the shape.
+    """
+    check_count("copies", copies, 1)
+    check_count("max_queries", max_queries, 1)
+    memories = as_floating(memories, "memories")
+    if memories.ndim != 2 or memories.shape[0] < 2:
+        raise ValueError(
+            "calibration needs at least two memories of shape (M, d), got "
+            f"{memories.shape}"
+        )
+    check_finite("memories", memories)
+    if not separations:
+        raise ValueError("separations must name at least one, got none")
+    memories = memories.astype(working_dtype(memories))
+    fit_key, sweep_key, fresh_key = jax.random.split(key, 3)
+    if candidates is None:
+        candidates = default_candidates(fit_key, memories, corrupt)
+    if not candidates:
+        raise ValueError("candidates must name at least one similarity, got none")
+
+    corruption = Corruption.of(corrupt)
+    number = min(memories.shape[0] * copies, max_queries)
+    query, observed, target = _copies(sweep_key, memories, corruption, number)
+    check_finite("the corrupted patterns", query, observed)
+    models = tuple(candidates.values())
+    trials, betas = _sweep(
+        memories, query, observed, target, models, tuple(separations)
+    )
+    errors = np.asarray(trials)
+    if not np.isfinite(errors).any():
+        raise ValueError("every candidate gave NaN on the corrupted copies")
+    spread = float(memories.var(0).sum())
+    best, sep, b = _first_among_equals(errors, np.asarray(betas), 1e-6 * spread)
+    chosen, separation, beta = models[best], separations[sep], betas[best, b]
+    # The least of many noisy errors is too good; fresh copies tell what to expect.
+    model = (chosen, jax.tree.map(jnp.asarray, separation), beta)
+    squared, right = _fresh_errors(
+        fresh_key, memories, corruption, number, model, 1e-6 * spread
+    )
+    return Calibration(
+        chosen,
+        separation,
+        beta,
+        expected_error=jnp.asarray(squared.mean(), memories.dtype),
+        standard_error=jnp.asarray(_standard_error(squared), memories.dtype),
+        expected_top1=jnp.asarray(right.mean(), memories.dtype),
+        trials=trials,
+        betas=betas,
+        name=tuple(candidates)[best],
+        names=tuple(candidates),
+        separations=tuple(repr(s) for s in separations),
+    )
+
+
+def default_candidates(
+    key: PRNGKeyArray,
+    memories: Float[Array, "M d"],
+    corrupt: Callable[[PRNGKeyArray, Array], Any],
+    *,
+    ridges: Sequence[float] = RIDGES,
+    ranks: Sequence[int | None] = RANKS,
+) -> dict[str, Similarity]:
+    """The similarities that `calibrate` tries, from the simplest on.
+
+    Those without a kernel; the closed-form kernel at each ridge, plain and angular; the
+    likelihood kernel at each rank.
+
+    Args:
+      key: random key, for the copies from which the likelihood kernel learns.
+      memories: stored patterns, one per row.
+      corrupt: as in `calibrate`.
+      ridges: ridges of `fit_closed_form`; none where the queries come with `observed`,
+        where each query would need a kernel of its own.
+      ranks: ranks of `fit_likelihood`.
+
+    Returns:
+      Similarities by name.
+    """
+    models: dict[str, Similarity] = {
+        "cosine": Cosine(),
+        "dot": Dot(),
+        "squared l2": NegativeSquaredL2(),
+        "l2": NegativeL2(),
+        "l1": NegativeL1(),
+        "centred cosine": Cosine(Centering(memories.mean(0))),
+    }
+    corruption = Corruption.of(corrupt)
+    _, observed = jax.eval_shape(corruption, key, memories)
+    if observed is not None:
+        del models["centred cosine"]  # its kernel, too, would differ for each query
+    else:
+        for ridge in ridges:
+            check_at_least("ridges", ridge, 0)
+            kernel = fit_closed_form(memories, ridge=jnp.asarray(ridge))
+            models[f"closed form {ridge:g}, angular"] = Cosine(kernel)
+            models[f"closed form {ridge:g}"] = Dot(kernel)
+    kernel = fit_likelihood(key, memories, corruption)
+    for rank in ranks:
+        models[f"likelihood, rank {rank or 'full'}"] = Dot(kernel.cut(rank))
+    return models
+
+
+def corrupted_copies(
+    key: PRNGKeyArray,
+    memories: Float[Array, "M d"],
+    corrupt: Callable[[PRNGKeyArray, Array], Any],
+    number: int,
+) -> tuple[Float[Array, "Q d"], Bool[Array, "Q d"] | None, Int[Array, " Q"]]:
+    """Corrupted copies of the memories, and which memory each is of.
+
+    Args:
+      key: random key.
+      memories: stored patterns, one per row.
+      corrupt: as in `calibrate`.
+      number: `Q`, how many copies; each memory has as many as any other, to within one.
+
+    Returns:
+      Queries, where they are intact (None if the corruption does not say), and the
+      index of the memory of each.
+
+    Raises:
+      ValueError: if the corruption changes the shape of what it corrupts.
+    """
+    draw_key, corrupt_key = jax.random.split(key)
+    M = memories.shape[0]
+    order = jnp.arange(M)
+    if number % M:
+        order = jax.random.permutation(draw_key, order)
+    target = jnp.tile(order, -(-number // M))[:number]
+    query, observed = Corruption.of(corrupt)(corrupt_key, memories[target])
+    return query, observed, target
+
+
+def sweep_errors(
+    memories: Float[Array, "M d"],
+    overlaps: Float[Array, "Q M"],
+    target: Int[Array, " Q"],
+    separation: Separation,
+    betas: Float[Array, " B"],
+) -> Float[Array, " B"]:
+    """Mean squared error of one retrieval step at each inverse temperature.
+
+    Args:
+      memories: stored patterns, one per row.
+      overlaps: of each query with each memory.
+      target: index of the memory that each query should retrieve.
+      separation: maps scaled overlaps to weights.
+      betas: inverse temperatures.
+
+    Returns:
+      Mean over the queries of the sum of squared component differences.
+    """
+
+    def error(beta: Array) -> Array:
+        retrieved = weigh(separation(beta * overlaps), memories)
+        return ((retrieved - memories[target]) ** 2).sum(-1).mean()
+
+    return lax.map(error, betas)
+
+
+def beta_grid(
+    overlaps: Float[Array, "Q M"], sharpness: tuple[float, float, int] = SHARPNESS
+) -> Float[Array, " B"]:
+    """Inverse temperatures from nearly uniform to nearly hard, and one itself.
+
+    A log grid in units of the spread of the overlaps, so that it suits every similarity
+    at any scale; 1, the natural temperature of a log-likelihood, comes first.
+    """
+    spread = jnp.std(overlaps, axis=-1).mean()
+    spread = jnp.maximum(spread, float(jnp.finfo(overlaps.dtype).tiny))
+    grid = jnp.geomspace(*sharpness, dtype=overlaps.dtype) / spread
+    return jnp.concatenate([jnp.ones(1, overlaps.dtype), grid])
+
+
+_copies = jax.jit(corrupted_copies, static_argnames="number")
+
+
+@jax.jit
+def _sweep(
+    memories: Array,
+    query: Array,
+    observed: Array | None,
+    target: Array,
+    models: tuple[Similarity, ...],
+    separations: tuple[Separation, ...],
+) -> tuple[Array, Array]:
+    """Errors `(candidates, separations, betas)`, NaN where not tried, and the betas."""
+    overlaps = _all_overlaps(models, memories, query, observed)
+    betas = jax.vmap(beta_grid)(overlaps)
+
+    def errors(separation: Separation, chosen: Array) -> Array:
+        def one(index: Array) -> Array:
+            return sweep_errors(
+                memories, overlaps[index], target, separation, betas[index]
+            )
+
+        return lax.map(one, chosen)
+
+    first, *rest = separations
+    trials = [errors(first, jnp.arange(len(models)))]
+    rank = jnp.where(jnp.isnan(trials[0]), jnp.inf, trials[0]).min(-1)
+    _, best = lax.top_k(-rank, min(FINALISTS, len(models)))
+    untried = jnp.full_like(trials[0], jnp.nan)
+    trials += [untried.at[best].set(errors(separation, best)) for separation in rest]
+    return jnp.stack(trials, axis=1), betas
+
+
+@jax.jit
+def _copy_errors(
+    memories: Array,
+    query: Array,
+    observed: Array | None,
+    target: Array,
+    model: tuple[Similarity, Separation, Array],
+) -> tuple[Array, Array]:
+    """Error of each copy, and whether its largest weight is at the right memory."""
+    similarity, separation, beta = model
+    weights = separation(beta * similarity(memories, query, observed=observed))
+    squared = ((weigh(weights, memories) - memories[target]) ** 2).sum(-1)
+    return squared, weights.argmax(-1) == target
+
+
+def _fresh_errors(
+    key: PRNGKeyArray,
+    memories: Array,
+    corruption: Corruption,
+    number: int,
+    model: tuple[Similarity, Separation, Array],
+    negligible: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors on new copies, in batches until their mean is known well enough."""
+    squared, right = np.zeros(0), np.zeros(0)
+    for batch, batch_key in enumerate(jax.random.split(key, MAX_BATCHES), start=1):
+        copies = _copies(batch_key, memories, corruption, number)
+        more = _copy_errors(memories, *copies, model)
+        squared = np.append(squared, np.asarray(more[0], np.float64))
+        right = np.append(right, np.asarray(more[1]))
+        enough = max(ACCURACY * squared.mean(), negligible)
+        if batch >= MIN_BATCHES and _standard_error(squared) <= enough:
+            break
+    return squared, right
+
+
+def _standard_error(sample: np.ndarray) -> float:
+    return float(sample.std() / sample.size**0.5)
+
+
+def _first_among_equals(
+    errors: np.ndarray, betas: np.ndarray, negligible: float
+) -> tuple[int, int, int]:
+    """Indices of the first candidate with the least error, at the middle of its betas.
+
+    Errors that differ by a negligible amount count as equal: the simplest model wins,
+      at
+    a beta with room on both sides.
+    """
+    equal = errors <= np.nanmin(errors) + negligible
+    best, sep = (int(i) for i in np.argwhere(equal.any(-1))[0])
+    order = np.argsort(betas[best])
+    tied = [int(i) for i in order if equal[best, sep, i]]
+    return best, sep, tied[len(tied) // 2]
+
+
+def _all_overlaps(
+    models: tuple[Similarity, ...], memories: Array, query: Array, observed: Any
+) -> Array:
+    """Overlaps `(candidates, Q, M)`; models alike but for numbers share a loop."""
+    groups: dict[Any, list[int]] = {}
+    for index, model in enumerate(models):
+        leaves, structure = jax.tree.flatten(model)
+        kind = (structure, tuple((x.shape, x.dtype) for x in leaves))
+        groups.setdefault(kind, []).append(index)
+    found: dict[int, Array] = {}
+    for members in groups.values():
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *(models[i] for i in members))
+        if len(members) == 1:
+            parts = models[members[0]](memories, query, observed=observed)[None]
+        else:
+            parts = lax.map(lambda m: m(memories, query, observed=observed), stacked)
+        found |= dict(zip(members, parts, strict=True))
+    return jnp.stack([found[i] for i in range(len(models))])

@@ -1,0 +1,190 @@
+r"""Ways in which a query differs from the pattern that it should retrieve.
+
+A corruption is any function `corrupt(key, patterns)` that returns corrupted patterns of
+the same shape, or a pair of them and a boolean array that is true where a component is
+*known* to be intact. Those here are frozen pytrees and have a closed likelihood, from
+which `posterior_mean` computes the least error that any method can reach.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
+
+from uhop_jax._checks import as_floating, check_at_least, check_choice, working_dtype
+from uhop_jax._pytree import frozen_pytree
+from uhop_jax.similarity import NegativeSquaredL2, check_patterns, contract, weigh
+
+
+@frozen_pytree
+class Mask:
+    """Sets each component to zero with probability `fraction`, independently.
+
+    The paper's corruption in the memory-capacity experiment, at 0.5.
+
+    Attributes:
+      fraction: probability that a component is masked, in `[0, 1]`.
+      known: whether queries say which components are intact; `__call__` then returns
+        `(patterns, observed)`.
+    """
+
+    fraction: ArrayLike = 0.5
+    known: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
+        """Corrupted patterns, with `known` also where they are intact."""
+        patterns = as_floating(patterns, "patterns")
+        kept = ~jax.random.bernoulli(key, self.fraction, patterns.shape)
+        masked = jnp.where(kept, patterns, jnp.zeros((), patterns.dtype))
+        return (masked, kept) if self.known else masked
+
+    def log_likelihood(
+        self, memories: Float[Array, "M d"], query: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch M"]:
+        """`log p(query | memory)`, `-inf` where a kept component differs."""
+        memories, query = _floats(memories, query)
+        seen = query != 0
+        fraction = jnp.asarray(self.fraction, memories.dtype)
+        mismatch = -NegativeSquaredL2()(memories, query, observed=seen)
+        kept = seen.astype(memories.dtype)
+        stored = (memories != 0).astype(memories.dtype)
+        hidden = contract(1 - kept, stored)  # zero in the query, not in the memory
+        intact = kept.sum(-1, keepdims=True)
+        log_p = _times_log(hidden, fraction) + _times_log(intact, 1 - fraction)
+        return jnp.where(mismatch == 0, log_p, -jnp.inf)
+
+
+@frozen_pytree
+class Noise:
+    r"""Adds Gaussian noise, then clamps to the range of the patterns.
+
+    Attributes:
+      scale: standard deviation for each component (`kind="pixel"`), or the Euclidean
+        norm of the whole noise vector (`kind="norm"`, the paper's appendix).
+      low: values below are raised to it; None leaves them.
+      high: values above are lowered to it; None leaves them.
+      kind: `pixel` or `norm`.
+    """
+
+    scale: ArrayLike = 0.5
+    low: float | None = dataclasses.field(default=0.0, metadata={"static": True})
+    high: float | None = dataclasses.field(default=1.0, metadata={"static": True})
+    kind: str = dataclasses.field(default="pixel", metadata={"static": True})
+
+    def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
+        """Noisy patterns."""
+        check_choice("kind of noise", self.kind, ("pixel", "norm"))
+        check_at_least("scale", self.scale, 0)
+        patterns = as_floating(patterns, "patterns")
+        noise = jax.random.normal(key, patterns.shape, patterns.dtype)
+        if self.kind == "norm":
+            noise = noise / jnp.linalg.norm(noise, axis=-1, keepdims=True)
+        noisy = patterns + jnp.asarray(self.scale, patterns.dtype) * noise
+        return jnp.clip(noisy, self.low, self.high)
+
+    def log_likelihood(
+        self, memories: Float[Array, "M d"], query: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch M"]:
+        """`log p(query | memory)` up to a constant of the query, for `kind="pixel"`."""
+        if self.kind != "pixel":
+            raise ValueError(
+                "the likelihood is closed for kind 'pixel' alone, got kind "
+                f"{self.kind!r}"
+            )
+        memories, query = _floats(memories, query)
+        scale = jnp.asarray(self.scale, memories.dtype)
+        inside = jnp.ones(query.shape, bool)
+        log_p = jnp.zeros((*query.shape[:-1], memories.shape[0]), memories.dtype)
+        for bound, side in ((self.low, 1.0), (self.high, -1.0)):
+            if bound is None:
+                continue
+            clamped: Bool[Array, "*batch d"] = query == bound
+            inside &= ~clamped
+            beyond = jax.scipy.stats.norm.logcdf(side * (bound - memories) / scale)
+            log_p += contract(clamped.astype(memories.dtype), beyond)
+        squared = -NegativeSquaredL2()(memories, query, observed=inside)
+        return log_p - squared / (2 * scale**2)
+
+
+@frozen_pytree
+class Corruption:
+    """Any corruption as a pytree that always returns `(patterns, observed)`.
+
+    Attributes:
+      function: a corruption; a plain function is static, the numbers of one that is a
+        pytree are leaves.
+    """
+
+    function: Any
+
+    @classmethod
+    def of(cls, function: Callable[[PRNGKeyArray, Array], Any]) -> "Corruption":
+        """Wraps a function or a corruption of this module.
+
+        Raises:
+          ValueError: if it cannot be called.
+        """
+        if isinstance(function, cls):
+            return function
+        if not callable(function):
+            raise ValueError(
+                "corrupt must be a function of a key and patterns, such as Mask(0.5), "
+                f"got {function!r}"
+            )
+        leaf = jax.tree_util.all_leaves([function])
+        return cls(jax.tree_util.Partial(function) if leaf else function)
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> tuple[Float[Array, "*batch d"], Bool[Array, "*batch d"] | None]:
+        """Corrupted patterns in their own dtype, and where they are intact if known.
+
+        Raises:
+          ValueError: if the corruption changes the shape.
+        """
+        result = self.function(key, patterns)
+        query, observed = result if isinstance(result, tuple) else (result, None)
+        if jnp.shape(query) != patterns.shape:
+            raise ValueError(
+                f"corrupt must keep the shape {patterns.shape}, it returned "
+                f"{jnp.shape(query)}"
+            )
+        return jnp.asarray(query).astype(patterns.dtype), observed
+
+
+def posterior_mean(
+    corruption: Mask | Noise,
+    memories: Float[Array, "M d"],
+    query: Float[Array, "*batch d"],
+) -> Float[Array, "*batch d"]:
+    """The mean of the memories given the query: the limit of every method.
+
+    With a uniform prior over the memories and the corruption known, no estimate has a
+    smaller expected squared error.
+
+    Args:
+      corruption: a corruption with a `log_likelihood`.
+      memories: stored patterns, one per row.
+      query: corrupted patterns.
+
+    Returns:
+      The estimate of each query's pattern.
+    """
+    memories, query = _floats(memories, query)
+    weights = jax.nn.softmax(corruption.log_likelihood(memories, query), axis=-1)
+    return weigh(weights, memories)
+
+
+def _floats(memories: Array, query: Array) -> tuple[Array, Array]:
+    memories = as_floating(memories, "memories")
+    query = as_floating(query, "query")
+    check_patterns(memories, query, NegativeSquaredL2())
+    return memories.astype(working_dtype(memories)), query.astype(working_dtype(query))
+
+
+def _times_log(count: Array, p: Array) -> Array:
+    """`count * log(p)`, zero where the count is."""
+    return jnp.where(count == 0, 0.0, count * jnp.log(p))

@@ -1,0 +1,819 @@
+r"""Stage I: learn the kernel that pushes the stored patterns apart.
+
+The separation losses look at the features :math:`F = \Xi W^T` only through their Gram
+matrix, so nothing here builds an `(M, M, D)` array. Four ways to a kernel:
+
+- `fit`, any Optax optimiser on `W` (Algorithm 1); `fit_annealed`, the same with a
+  falling temperature and restarts (U-Hop+).
+- `fit_sgd`, gradient descent with any schedule and momentum, run on `M x M` matrices
+  where that is cheaper. The same iterates, whatever `d` and `D`.
+- `fit_closed_form`, whitening with a ridge: no iterations.
+- `fit_likelihood`, a log-likelihood learned from self-made corruption.
+
+All take one memory set `(M, d)` or a batch `(sets, M, d)`, fitted in one compiled call.
+Start kernels have the scale of the paper's `W ~ N(0, 1)`, under which :math:`K(u, v)`
+is about `d` times the dot product: compare kernels at their own best `beta`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
+
+from uhop_jax._checks import (
+    as_floating,
+    broadcast_rows,
+    check_at_least,
+    check_choice,
+    check_count,
+    check_finite,
+    check_positive,
+    is_traced,
+    working_dtype,
+)
+from uhop_jax.corruption import Corruption
+from uhop_jax.similarity import LikelihoodKernel, LinearKernel, bins, contract
+
+LOSSES = ("average", "maximum", "deep")
+PAIRS = ("distinct", "all")
+
+
+class StageOne(NamedTuple):
+    """Result of an iterative fit; batches of memory sets add a leading axis to all.
+
+    Attributes:
+      kernel: the fitted kernel.
+      loss: `(steps + 1,)`, the separation loss before each step and after the last.
+      delta_min: `(steps + 1,)`, the smallest separation, `1 - max cos`, likewise.
+      snapshots: kernels `(snapshots, D, d)` after the steps asked for, or None.
+    """
+
+    kernel: LinearKernel
+    loss: Float[Array, "*sets steps_plus_1"]
+    delta_min: Float[Array, "*sets steps_plus_1"]
+    snapshots: LinearKernel | None = None
+
+
+def separation_loss(
+    features: Float[Array, "*batch M D"],
+    *,
+    kind: str = "average",
+    t: ArrayLike = 2.0,
+    normalize: bool = True,
+    pairs: str = "distinct",
+    where: Bool[Array, "*batch M"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""Separation loss of the features of a memory set.
+
+    - `average` [def:max-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(-t \|\Phi(u) -
+      \Phi(v)\|^2)`.
+    - `maximum`: :math:`\max_{u \ne v} -t \|\Phi(u) - \Phi(v)\|^2`.
+    - `deep` [dfn:separation-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u,
+      v)^2 - 1))`.
+
+    Not convex in `W`, contrary to the paper: it is even in `W`, and `W = 0` is its
+    maximum.
+
+    Args:
+      features: one feature vector per row.
+      kind: one of `LOSSES`.
+      t: scale of the Gaussian, positive; the paper's is 2. On the sphere the average
+        loss is that of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
+      normalize: put features on the unit sphere first. Without it the average loss has
+        no minimiser: scaling the features up lowers it for ever.
+      pairs: `distinct` (u != v, the authors' code) or `all` (the paper's expectation).
+      where: true for valid patterns; a set with fewer than two valid has loss zero.
+
+    Returns:
+      One loss for each memory set, in at least float32.
+
+    Raises:
+      ValueError: if an argument is out of range or unknown.
+    """
+    features = as_floating(features, "features")
+    if features.ndim < 2:
+        raise ValueError(f"features must have shape (..., M, D), got {features.shape}")
+    check_choice("separation loss", kind, LOSSES)
+    check_choice("pairs", pairs, PAIRS)
+    check_positive("t", t)
+    if where is not None:
+        where = broadcast_rows("where", where, features.shape[:-1])
+        features = jnp.where(where[..., None], features, 0.0)
+    gram = _gram(features)
+    t = jnp.asarray(t).astype(gram.dtype)
+    return _loss(gram, _Loss(kind, normalize, pairs), t, where)
+
+
+def smallest_separation(
+    features: Float[Array, "*batch M D"],
+) -> Float[Array, "*batch"]:
+    r""":math:`\Delta_{\min} = 1 - \max_{u \ne v} \cos(\Phi(u), \Phi(v))` of U-Hop+.
+
+    Args:
+      features: one feature vector per row, at least two.
+
+    Returns:
+      One value for each memory set; 2 is the largest possible, for two antipodes.
+    """
+    return _delta_min(_gram(as_floating(features, "features")))
+
+
+def gaussian_start(
+    key: PRNGKeyArray, dimension: int, features: int | None = None
+) -> LinearKernel:
+    """The paper's start, `W_0 ~ N(0, 1)` of shape `(features, dimension)`.
+
+    Args:
+      key: random key.
+      dimension: `d` of the patterns.
+      features: `D`, by default `d`. The noise that the random projection adds to every
+        overlap falls as `1 / sqrt(D)`.
+    """
+    check_count("dimension", dimension, 1)
+    features = dimension if features is None else features
+    check_count("features", features, 1)
+    return LinearKernel(jax.random.normal(key, (features, dimension)))
+
+
+def identity_start(dimension: int) -> LinearKernel:
+    r"""The deterministic start, `W_0 = sqrt(d) I`.
+
+    Also the limit of `gaussian_start` as `D` grows, with `W_0` scaled by `sqrt(d / D)`:
+    Stage I depends on `W_0` only through :math:`A_0 = W_0^T W_0`, which tends to `d I`.
+    It has the scale of the paper's start and none of its noise.
+
+    Args:
+      dimension: `d` of the patterns.
+    """
+    check_count("dimension", dimension, 1)
+    return LinearKernel(dimension**0.5 * jnp.eye(dimension))
+
+
+def fit(
+    memories: Float[Array, "*sets M d"],
+    *,
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    start: LinearKernel | None = None,
+    kind: str = "average",
+    t: float = 2.0,
+    normalize: bool = True,
+    pairs: str = "distinct",
+    normalize_rows: bool = False,
+    snapshots: Sequence[int] = (),
+) -> StageOne:
+    """Minimises a separation loss over `W` with any Optax optimiser [algorithm1].
+
+    Args:
+      memories: stored patterns, one per row.
+      optimizer: an Optax transformation; make it once and reuse it, since each new
+        object compiles anew.
+      steps: number of updates; 0 returns the start.
+      start: kernel to begin with; None is `identity_start`.
+      kind: separation loss, see `separation_loss`.
+      t: its scale.
+      normalize: whether features are compared on the sphere.
+      pairs: which pairs it averages.
+      normalize_rows: scale each row of the final `W` to unit norm (Algorithm 1, line
+        4).
+      snapshots: steps after which to keep the kernel, each in `[0, steps]`.
+
+    Returns:
+      `StageOne`.
+
+    Raises:
+      ValueError: if the memories are fewer than two, hold duplicates, NaN or infinity,
+        or an argument is out of range.
+    """
+    loss, memories, start, t, marks = _stage_one_arguments(
+        memories, steps, start, kind, t, normalize, pairs, snapshots
+    )
+    run = functools.partial(
+        _fit_weights, loss, optimizer, steps, len(marks), normalize_rows
+    )
+    return _over_sets(run, memories, start, t, jnp.asarray(marks, jnp.int32))
+
+
+def fit_sgd(
+    memories: Float[Array, "*sets M d"],
+    *,
+    rate: ArrayLike | optax.Schedule,
+    steps: int,
+    momentum: ArrayLike = 0.0,
+    start: LinearKernel | None = None,
+    kind: str = "average",
+    t: float = 2.0,
+    normalize: bool = True,
+    pairs: str = "distinct",
+    normalize_rows: bool = False,
+    snapshots: Sequence[int] = (),
+    path: str = "auto",
+) -> StageOne:
+    r"""Gradient descent on a separation loss [algorithm1], in the cheaper space.
+
+    Every gradient in `W` lies in the span of the memories, and so does a velocity:
+    :math:`W_n = W_0 - W_0 \Xi^T B_n \Xi`, where the recursion of `B` needs `M x M`
+    matrices alone. An iteration then costs `O(M^3)` whatever `d` and `D` are, against
+    `O(M d D)`.
+
+    Args:
+      memories: stored patterns, one per row.
+      rate: step size in units of `d`: `W` moves by `rate * d` times the gradient, so
+        the paper's learning rate is `rate * d` and one rate means the same for every
+        `d`. A number, or an Optax schedule.
+      steps: number of updates; 0 returns the start.
+      momentum: heavy-ball momentum, in `[0, 1)`.
+      start: kernel to begin with, without a centre; None is `identity_start`.
+      kind: separation loss, see `separation_loss`.
+      t: its scale.
+      normalize: whether features are compared on the sphere.
+      pairs: which pairs it averages.
+      normalize_rows: scale each row of the final `W` to unit norm (Algorithm 1, line
+        4).
+      snapshots: steps after which to keep the kernel, each in `[0, steps]`.
+      path: `gram`, `weights`, or `auto` (by the number of operations).
+
+    Returns:
+      `StageOne`.
+
+    Raises:
+      ValueError: as in `fit`.
+    """
+    loss, memories, start, t, marks = _stage_one_arguments(
+        memories, steps, start, kind, t, normalize, pairs, snapshots
+    )
+    check_choice("path", path, ("auto", "gram", "weights"))
+    check_at_least("momentum", momentum, 0)
+    M, d = memories.shape[-2:]
+    if path == "auto":
+        D = start.weights.shape[-2]
+        # Multiplications a step: four products of M x M against three of M x d x D.
+        path = "gram" if 4 * M * M < 3 * d * D else "weights"
+    rates = _rates(rate, steps).astype(memories.dtype) * d
+    momentum = jnp.asarray(momentum).astype(memories.dtype)
+    if path == "gram":
+        if start.center is not None:
+            raise ValueError("the gram path needs a start kernel without a center")
+        run = functools.partial(_fit_gram, loss, steps, len(marks), normalize_rows)
+        return _over_sets(
+            run, memories, start, t, jnp.asarray(marks, jnp.int32), rates, momentum
+        )
+    run = functools.partial(_fit_weights, loss, None, steps, len(marks), normalize_rows)
+    return _over_sets(
+        run, memories, start, t, jnp.asarray(marks, jnp.int32), rates, momentum
+    )
+
+
+def fit_annealed(
+    key: PRNGKeyArray,
+    memories: Float[Array, "*sets M d"],
+    *,
+    features: int | None = None,
+    steps: int = 1000,
+    restarts: int = 8,
+    t_range: tuple[float, float] = (1.0, 100.0),
+    learning_rate: float = 0.05,
+) -> StageOne:
+    r"""U-Hop+ (Hu et al. 2024): the average loss with falling temperature and restarts.
+
+    On the sphere the loss of U-Hop+ at temperature `tau` is the average loss at `t = 1
+    / (2 tau)` up to a constant, and as `t` grows its minimisers become optimal
+    spherical codes. Adam runs from several Gaussian starts while `t` grows
+    geometrically; the result is the iterate with the largest `delta_min` of all. A
+    linear map can place the memories freely only if they are independent, so `M <= d`.
+
+    Args:
+      key: random key.
+      memories: stored patterns, one per row.
+      features: dimension `D` of the features, by default `d`.
+      steps: updates of each run.
+      restarts: independent runs, in one compiled call.
+      t_range: first and last `t`.
+      learning_rate: Adam's first rate; it falls to zero along a cosine.
+
+    Returns:
+      `StageOne` with the best kernel and the histories of its run; the loss is at the
+      `t` of its step.
+
+    Raises:
+      ValueError: as in `fit`.
+    """
+    check_count("restarts", restarts, 1)
+    check_positive("t_range", t_range)
+    check_positive("learning_rate", learning_rate)
+    memories = as_floating(memories, "memories")
+    if memories.ndim < 2:
+        raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
+    d = memories.shape[-1]
+    sets = memories.shape[:-2]
+    keys = jax.random.split(key, (*sets, restarts))
+    features = d if features is None else features
+    check_count("features", features, 1)
+    check_count("steps", steps, 1)
+    _check_memories(memories)
+    ts = jnp.geomspace(*t_range, steps + 1)
+
+    def run(memories: Array, keys: Array) -> StageOne:
+        starts = jax.vmap(lambda key: gaussian_start(key, d, features))(keys)
+        return _fit_annealed(memories, starts, ts, learning_rate)
+
+    for _ in sets:
+        run = jax.vmap(run)
+    return run(memories.astype(working_dtype(memories)), keys)
+
+
+def fit_closed_form(
+    memories: Float[Array, "*sets M d"], *, ridge: ArrayLike = 1.0
+) -> LinearKernel:
+    r"""Whitening with a ridge: a separating kernel without iterations.
+
+    :math:`A = W^T W = (\Xi^T \Xi / M + \lambda \bar s I)^{-1}`, with `s` the mean
+    eigenvalue of :math:`\Xi^T \Xi / M`. The ridge trades separation for robustness to
+    noise. At zero, for `M <= d` independent memories, :math:`W = G^{-1} \Xi`, under
+    which :math:`K(\xi_\mu, \xi_\nu)` is the identity: the minimiser of the
+    deep-learning loss and the hypothesis of [thm:perfect_kernel].
+
+    Args:
+      memories: stored patterns, one per row.
+      ridge: `lambda >= 0`.
+
+    Returns:
+      A kernel `(d, d)`, or `(M, d)` if the ridge is the number 0.
+
+    Raises:
+      ValueError: if the ridge is negative, or is zero and the memories are dependent.
+    """
+    check_at_least("ridge", ridge, 0)
+    memories = as_floating(memories, "memories")
+    _check_memories(memories)
+    memories = memories.astype(working_dtype(memories))
+    if not is_traced(ridge) and np.ndim(ridge) == 0 and ridge == 0:
+        weights = _interpolation(memories)
+        if not is_traced(weights) and not bool(jnp.isfinite(weights).all()):
+            raise ValueError(
+                f"ridge 0 needs linearly independent memories, got "
+                f"{memories.shape[-2]} dependent ones of dimension "
+                f"{memories.shape[-1]}; use a ridge above 0"
+            )
+        return LinearKernel(weights)
+    return LinearKernel(_whitening(memories, jnp.asarray(ridge, memories.dtype)))
+
+
+def fit_likelihood(
+    key: PRNGKeyArray,
+    memories: Float[Array, "*sets M d"],
+    corrupt: Callable[[PRNGKeyArray, Array], Any],
+    *,
+    copies: int = 4,
+    rank: int | None = None,
+    smoothing: float = 0.5,
+) -> LikelihoodKernel:
+    """Learns how corruption changes component values, as a kernel.
+
+    Counts, over corrupted copies of the memories, how often a stored value of one bin
+    became a query value of another, and factors the table of log-probabilities; see
+    `LikelihoodKernel`. Values met often enough to be atoms (exact zeros, a clamp's
+    ends) have bins of their own.
+
+    Args:
+      key: random key.
+      memories: stored patterns, one per row.
+      corrupt: a corruption, see `uhop_jax.corruption`.
+      copies: corrupted copies of each memory.
+      rank: rank of the table, from 1; None is the full rank, 33.
+      smoothing: added to every count.
+
+    Returns:
+      The kernel, to be used with `Dot`; its natural `beta` is 1.
+
+    Raises:
+      ValueError: if an argument is out of range.
+    """
+    check_count("copies", copies, 1)
+    check_positive("smoothing", smoothing)
+    memories = as_floating(memories, "memories")
+    _check_memories(memories, distinct=False)
+    memories = memories.astype(working_dtype(memories))
+    corruption = Corruption.of(corrupt)
+
+    def run(key: PRNGKeyArray, memories: Array) -> LikelihoodKernel:
+        return _fit_likelihood(key, memories, corruption, smoothing, copies)
+
+    sets = memories.shape[:-2]
+    keys = jax.random.split(key, sets) if sets else key
+    for _ in sets:
+        run = jax.vmap(run)
+    return run(keys, memories).cut(rank)
+
+
+# --------------------------------------------------------------------------------------
+# Losses on the Gram matrix
+# --------------------------------------------------------------------------------------
+
+
+class _Loss(NamedTuple):
+    kind: str
+    normalize: bool
+    pairs: str
+
+
+def _gram(features: Array) -> Array:
+    """`(..., M, M)` inner products of the rows, in at least float32."""
+    return jnp.einsum(
+        "...md,...nd->...mn",
+        features,
+        features,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=working_dtype(features),
+    )
+
+
+def _diagonal(gram: Array) -> Array:
+    return jnp.diagonal(gram, axis1=-2, axis2=-1)
+
+
+def _on_sphere(gram: Array) -> Array:
+    """The Gram matrix of the normalised features; a zero feature has cosine zero."""
+    squared = _diagonal(gram)
+    zero = squared <= 0
+    inverse = jnp.where(zero, 0.0, lax.rsqrt(jnp.where(zero, 1.0, squared)))
+    return gram * inverse[..., :, None] * inverse[..., None, :]
+
+
+def _loss(gram: Array, loss: _Loss, t: Array, where: Array | None = None) -> Array:
+    M = gram.shape[-1]
+    distinct = jnp.broadcast_to(~jnp.eye(M, dtype=bool), gram.shape)
+    counted = jnp.ones_like(distinct) if loss.pairs == "all" else distinct
+    if where is not None:
+        counted = counted & where[..., :, None] & where[..., None, :]
+    if loss.normalize:
+        gram = _on_sphere(gram)
+    if loss.kind == "deep":
+        exponent = 2 * t * (gram * gram - 1)
+    elif loss.normalize:
+        exponent = -2 * t * (1 - gram)
+        exponent = jnp.where(distinct, exponent, 0.0)
+    else:
+        squared = _diagonal(gram)
+        distance = squared[..., :, None] + squared[..., None, :] - 2 * gram
+        exponent = -t * jnp.where(distinct, jnp.maximum(distance, 0.0), 0.0)
+    exponent = jnp.where(counted, exponent, -jnp.inf)
+    if loss.kind == "maximum":
+        exponent = jnp.where(distinct, exponent, -jnp.inf)
+        top = exponent.max((-2, -1))
+        return jnp.where(jnp.isfinite(top), top, 0.0)
+    number = counted.sum((-2, -1))
+    top = lax.stop_gradient(exponent.max((-2, -1)))
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    total = jnp.exp(exponent - top[..., None, None]).sum((-2, -1))
+    mean = total / jnp.maximum(number, 1).astype(total.dtype)
+    return jnp.where(number > 0, top + jnp.log(jnp.where(number > 0, mean, 1.0)), 0.0)
+
+
+def _delta_min(gram: Array) -> Array:
+    M = gram.shape[-1]
+    cosines = jnp.where(
+        jnp.broadcast_to(jnp.eye(M, dtype=bool), gram.shape), -jnp.inf, _on_sphere(gram)
+    )
+    return 1 - cosines.max((-2, -1))
+
+
+# --------------------------------------------------------------------------------------
+# Iterations
+# --------------------------------------------------------------------------------------
+
+
+def _check_memories(memories: Any, *, distinct: bool = True) -> None:
+    if memories.ndim < 2 or memories.shape[-2] < 2:
+        raise ValueError(
+            "Stage I needs at least two memories of shape (M, d), got memories of "
+            f"shape {memories.shape}"
+        )
+    check_finite("memories", memories)
+    if distinct and not is_traced(memories):
+        array = np.asarray(memories)
+        for rows in array.reshape(-1, *array.shape[-2:]):
+            seen: dict[bytes, int] = {}
+            for index, row in enumerate(rows):
+                first = seen.setdefault(row.tobytes(), index)
+                if first != index:
+                    raise ValueError(
+                        f"memories {first} and {index} are equal: no kernel separates "
+                        "duplicates, store each pattern once"
+                    )
+
+
+def _stage_one_arguments(
+    memories, steps, start, kind, t, normalize, pairs, snapshots
+) -> tuple[_Loss, Array, LinearKernel, Array, tuple[int, ...]]:
+    check_choice("separation loss", kind, LOSSES)
+    check_choice("pairs", pairs, PAIRS)
+    check_count("steps", steps, 0)
+    check_positive("t", t)
+    marks = tuple(sorted(snapshots))
+    for mark in marks:
+        check_count("snapshots", mark, 0, steps)
+    memories = as_floating(memories, "memories")
+    _check_memories(memories)
+    memories = memories.astype(working_dtype(memories))
+    d = memories.shape[-1]
+    if start is None:
+        start = identity_start(d)
+    if start.dimension != d:
+        raise ValueError(f"start maps dimension {start.dimension}, memories have {d}")
+    sets = memories.ndim - 2
+    if start.set_axes not in (0, sets):
+        raise ValueError(
+            f"start has {start.set_axes} axes of memory sets, memories have {sets}"
+        )
+    start = jax.tree.map(lambda x: x.astype(memories.dtype), start)
+    t = jnp.asarray(t).astype(memories.dtype)
+    return _Loss(kind, normalize, pairs), memories, start, t, marks
+
+
+def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
+    """Step sizes `(steps,)` of a number or a schedule."""
+    if callable(rate):
+        rate = jax.vmap(rate)(jnp.arange(steps))
+    check_finite("rate", jnp.asarray(rate))
+    return jnp.broadcast_to(jnp.asarray(rate), (steps,))
+
+
+def _over_sets(run, memories: Array, start: LinearKernel, *rest: Any) -> StageOne:
+    """Calls `run(memories, start, *rest)`, mapped over the axes of memory sets."""
+    axes = (0, 0 if start.set_axes else None, *(None for _ in rest))
+    for _ in memories.shape[:-2]:
+        run = jax.vmap(run, in_axes=axes)
+    return run(memories, start, *rest)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _fit_weights(
+    loss: _Loss,
+    optimizer: optax.GradientTransformation | None,
+    steps: int,
+    kept: int,
+    normalize_rows: bool,
+    memories: Array,
+    start: LinearKernel,
+    t: Array,
+    marks: Array,
+    rates: Array | None = None,
+    momentum: Array | None = None,
+) -> StageOne:
+    """Stage I on `W`, by the optimiser, or by SGD with the rates and momentum given."""
+    if optimizer is None:
+        optimizer = optax.sgd(lambda count: rates[count], momentum)
+    if start.center is not None:
+        memories = memories - start.center
+
+    def objective(weights: Array) -> tuple[Array, Array]:
+        gram = _gram(contract(memories, weights))
+        return _loss(gram, loss, t), _delta_min(gram)
+
+    def body(carry, step):
+        weights, state, slots = carry
+        slots = _record(slots, marks, step, weights)
+        (value, delta), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
+        updates, state = optimizer.update(gradient, state, weights)
+        return (optax.apply_updates(weights, updates), state, slots), (value, delta)
+
+    weights = start.weights
+    slots = jnp.zeros((kept, *weights.shape), weights.dtype)
+    carry = (weights, optimizer.init(weights), slots)
+    (weights, _, slots), history = lax.scan(body, carry, jnp.arange(steps))
+    slots = _record(slots, marks, steps, weights)
+    return _finish(weights, start, slots, history, objective(weights), normalize_rows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _fit_gram(
+    loss: _Loss,
+    steps: int,
+    kept: int,
+    normalize_rows: bool,
+    memories: Array,
+    start: LinearKernel,
+    t: Array,
+    marks: Array,
+    rates: Array,
+    momentum: Array,
+) -> StageOne:
+    r"""Stage I by SGD on `B`, where :math:`W = W_0 - W_0 \Xi^T B \Xi`.
+
+    With :math:`G = \Xi \Xi^T`, :math:`P = I - B G`, the Gram matrix of the features is
+    :math:`Q = P^T Q_0 P`, and the gradient in `W` is :math:`W_0 \Xi^T (2 P S) \Xi` with
+    `S` the symmetric part of :math:`dL/dQ`.
+    """
+    product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    G = _gram(memories)
+    features = contract(memories, start.weights)
+    Q0 = _gram(features)
+    identity = jnp.eye(G.shape[0], dtype=G.dtype)
+
+    def objective(Q: Array) -> tuple[Array, Array]:
+        return _loss(Q, loss, t), _delta_min(Q)
+
+    def gram_of(B: Array) -> tuple[Array, Array]:
+        P = identity - product(B, G)
+        return P, product(P.T, product(Q0, P))
+
+    def body(carry, inputs):
+        B, velocity, slots = carry
+        rate, step = inputs
+        slots = _record(slots, marks, step, B)
+        P, Q = gram_of(B)
+        (value, delta), slope = jax.value_and_grad(objective, has_aux=True)(Q)
+        velocity = momentum * velocity + product(P, slope + slope.T)
+        return (B + rate * velocity, velocity, slots), (value, delta)
+
+    zero = jnp.zeros_like(G)
+    carry = (zero, zero, jnp.zeros((kept, *zero.shape), zero.dtype))
+    (B, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
+    slots = _record(slots, marks, steps, B)
+
+    def weights_of(B: Array) -> Array:
+        return start.weights - product(features.T, product(B, memories))
+
+    last = objective(gram_of(B)[1])
+    snapshots = lax.map(weights_of, slots)
+    return _finish(weights_of(B), start, snapshots, history, last, normalize_rows)
+
+
+def _record(slots: Array, marks: Array, step: ArrayLike, value: Array) -> Array:
+    """Writes into the slot of the first mark not yet passed: each keeps its step."""
+    if slots.shape[0] == 0:
+        return slots
+    slot = jnp.searchsorted(marks, step, side="left")
+    slot = jnp.where(slot < slots.shape[0], slot, slots.shape[0])  # dropped
+    return slots.at[slot].set(value, mode="drop")
+
+
+def _finish(
+    weights: Array,
+    start: LinearKernel,
+    snapshots: Array,
+    history: tuple[Array, Array],
+    last: tuple[Array, Array],
+    normalize_rows: bool,
+) -> StageOne:
+    if normalize_rows:
+        weights, snapshots = _unit_rows(weights), _unit_rows(snapshots)
+    losses, deltas = (
+        jnp.concatenate([h, jnp.asarray(x)[None]])
+        for h, x in zip(history, last, strict=True)
+    )
+    kept = None
+    if snapshots.shape[0]:
+        center = start.center
+        if center is not None:
+            center = jnp.broadcast_to(center, (snapshots.shape[0], *center.shape))
+        kept = LinearKernel(snapshots, center)
+    return StageOne(LinearKernel(weights, start.center), losses, deltas, kept)
+
+
+def _unit_rows(weights: Array) -> Array:
+    norm = jnp.sqrt((weights * weights).sum(-1, keepdims=True))
+    return weights / jnp.where(norm == 0, 1.0, norm)
+
+
+@jax.jit
+def _fit_annealed(
+    memories: Array, starts: LinearKernel, ts: Array, learning_rate: ArrayLike
+) -> StageOne:
+    loss = _Loss("average", True, "distinct")
+    steps = ts.shape[0] - 1
+    optimizer = optax.adam(1.0)
+    ts = ts.astype(memories.dtype)
+    fall = 0.5 + 0.5 * jnp.cos(jnp.pi * jnp.linspace(0.0, 1.0, steps, dtype=ts.dtype))
+    rates = learning_rate * fall
+
+    def objective(weights: Array, t: Array) -> tuple[Array, Array]:
+        gram = _gram(contract(memories, weights))
+        return _loss(gram, loss, t), _delta_min(gram)
+
+    def run(weights: Array):
+        def body(carry, inputs):
+            weights, state, best, best_delta = carry
+            t, rate = inputs
+            (value, delta), gradient = jax.value_and_grad(objective, has_aux=True)(
+                weights, t
+            )
+            better = delta > best_delta
+            best = jnp.where(better, weights, best)
+            best_delta = jnp.where(better, delta, best_delta)
+            updates, state = optimizer.update(gradient, state)
+            weights = weights + rate * updates
+            # The loss ignores the scale of W; at a fixed scale a rate means one thing.
+            return (_unit(weights), state, best, best_delta), (value, delta)
+
+        start = _unit(weights)
+        carry = (start, optimizer.init(start), start, jnp.asarray(-jnp.inf, ts.dtype))
+        (weights, _, best, best_delta), history = lax.scan(
+            body, carry, (ts[:-1], rates)
+        )
+        value, delta = objective(weights, ts[-1])
+        better = delta > best_delta
+        best = jnp.where(better, weights, best)
+        losses, deltas = (
+            jnp.concatenate([h, jnp.asarray(x)[None]])
+            for h, x in zip(history, (value, delta), strict=True)
+        )
+        return best, losses, deltas
+
+    def _unit(weights: Array) -> Array:
+        return weights / jnp.sqrt(jnp.mean(weights * weights))
+
+    best, losses, deltas = jax.vmap(run)(starts.weights.astype(memories.dtype))
+    winner = jnp.argmax(deltas.max(-1))
+    return StageOne(LinearKernel(best[winner]), losses[winner], deltas[winner])
+
+
+# --------------------------------------------------------------------------------------
+# Without iterations
+# --------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _interpolation(memories: Array) -> Array:
+    """`G^-1 Xi`; NaN where the memories are dependent to rounding."""
+    gram = _gram(memories)
+    values, vectors = jnp.linalg.eigh(gram)
+    limit = values[..., -1:] * values.shape[-1] * float(jnp.finfo(values.dtype).eps)
+    values = jnp.where(values > limit, values, jnp.nan)
+    inner = jnp.einsum("...mk,...md->...kd", vectors, memories, precision="highest")
+    return jnp.einsum(
+        "...mk,...kd->...md", vectors, inner / values[..., None], precision="highest"
+    )
+
+
+@jax.jit
+def _whitening(memories: Array, ridge: Array) -> Array:
+    r"""`A^(1/2)`, through the smaller of :math:`\Xi \Xi^T` and :math:`\Xi^T \Xi`."""
+    M, d = memories.shape[-2:]
+    einsum = functools.partial(jnp.einsum, precision="highest")
+    squares = (memories * memories).sum((-2, -1)) / (M * d)
+    floor = (ridge * squares)[..., None]
+    if M >= d:
+        covariance = einsum("...md,...me->...de", memories, memories) / M
+        values, vectors = jnp.linalg.eigh(covariance)
+        scale = lax.rsqrt(jnp.maximum(values, 0.0) + floor)
+        return einsum("...dk,...k,...ek->...de", vectors, scale, vectors)
+    values, vectors = jnp.linalg.eigh(_gram(memories) / M)
+    root, base = jnp.sqrt(jnp.maximum(values, 0.0) + floor), jnp.sqrt(floor)
+    # (1/root - 1/base) in the span of the memories, written without its cancellation.
+    change = -1 / (M * root * base * (root + base))
+    inner = einsum("...mk,...md->...kd", vectors, memories)
+    low_rank = einsum("...kd,...k,...ke->...de", inner, change, inner)
+    return jnp.eye(d, dtype=memories.dtype) / base[..., None] + low_rank
+
+
+_BINS = 33
+_LEVELS = 8
+
+
+@functools.partial(jax.jit, static_argnames="copies")
+def _fit_likelihood(
+    key: PRNGKeyArray,
+    memories: Array,
+    corruption: Corruption,
+    smoothing: ArrayLike,
+    copies: int,
+) -> LikelihoodKernel:
+    keys = jax.random.split(key, copies)
+    queries = jax.vmap(lambda key: corruption(key, memories)[0])(keys)
+    memory_edges, query_edges = _edges(memories), _edges(queries)
+    stored = jnp.broadcast_to(bins(memories, memory_edges), queries.shape)
+    pairs = stored * _BINS + bins(queries, query_edges)
+    counts = jnp.bincount(pairs.ravel(), length=_BINS * _BINS).reshape(_BINS, _BINS)
+    counts = counts.astype(memories.dtype) + smoothing
+    table = jnp.log(counts / counts.sum(1, keepdims=True))
+    u, s, vt = jnp.linalg.svd(table - table.mean(0, keepdims=True))
+    s = s[None, :]
+    return LikelihoodKernel(u * s, vt.T, memory_edges, query_edges, memories.shape[-1])
+
+
+def _edges(values: Array) -> Array:
+    """Edges of `_BINS` bins: an even grid over the range, and a bin for each atom.
+
+    A value as frequent as `1 / _LEVELS` is a quantile, and has edges at itself and at
+    the next number; so have both ends of the range, where clamping puts atoms.
+    """
+    values = values.ravel()
+    values = jnp.sort(values[:: max(1, values.size // 200_000)])
+    last = values.size - 1
+
+    def quantile(q: Array | list[float]) -> Array:
+        return values[jnp.round(jnp.asarray(q) * last).astype(jnp.int32)]
+
+    quantiles = quantile(jnp.linspace(0, 1, _LEVELS))
+    low, high = quantile([1e-3, 1 - 1e-3])
+    atoms = jnp.concatenate([quantiles, jnp.nextafter(quantiles, jnp.inf)])
+    grid = jnp.linspace(low, high, _BINS - 1 - atoms.size)
+    return jnp.sort(jnp.concatenate([grid, atoms]).astype(values.dtype))
