@@ -53,10 +53,11 @@ def check_finite(name: str, x: Any, valid: Any = None) -> None:
     """Refuses NaN and infinity among the `valid` entries of a concrete array."""
     if is_traced(x) or is_traced(valid):
         return
-    finite = jnp.isfinite(x)
-    if valid is not None:
-        finite = finite | ~jnp.asarray(valid)
-    bad = x.size - int(jnp.sum(finite))
+    with jax.ensure_compile_time_eval():  # a constant of a function being traced
+        finite = jnp.isfinite(x)
+        if valid is not None:
+            finite = finite | ~jnp.asarray(valid)
+        bad = x.size - int(jnp.sum(finite))
     if bad:
         raise ValueError(
             f"{name} must be finite, got {bad} NaN or infinite of {x.size}"
@@ -73,7 +74,7 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be positive and finite, got {bad.flat[0]}")
 
 
-def check_at_least(name: str, value: Any, least: float) -> None:
+def check_at_least(name: str, value: Any, least: float | int) -> None:
     """Refuses a concrete value that is NaN or below `least` anywhere."""
     if is_traced(value):
         return

@@ -1,6 +1,7 @@
 """Frozen dataclasses as pytrees: behaviour is the type, numbers are leaves."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -35,7 +36,7 @@ def frozen_pytree(cls: type[T]) -> type[T]:
         children, aux = flatten(x)
         return tuple(zip(keys, children, strict=True)), aux
 
-    def unflatten(aux: tuple, children: tuple) -> Any:
+    def unflatten(aux: tuple, children: Iterable[Any]) -> Any:
         x = object.__new__(frozen)
         for name, value in zip(static + leaves, (*aux[1:], *children), strict=True):
             object.__setattr__(x, name, value)

@@ -43,6 +43,7 @@ RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 RANKS = (2, 8, None)
 SHARPNESS = (0.1, 1000.0, 17)  # first, last and number of beta * spread on a log grid
 FINALISTS = 4  # candidates on which all separations are tried
+LIKELIHOOD_VALUES = 200_000  # corrupted component values to learn from, at least
 MIN_BATCHES, MAX_BATCHES = 4, 64  # of copies for the expected error
 ACCURACY = 0.02  # at which its standard error is small enough
 
@@ -109,8 +110,7 @@ def calibrate(
     memories: Float[Array, "M d"],
     corrupt: Callable[[PRNGKeyArray, Array], Any],
     *,
-    copies: int = 4,
-    max_queries: int = 1000,
+    queries: int = 1000,
     separations: Sequence[Separation] = SEPARATION_CHOICES,
     candidates: Mapping[str, Similarity] | None = None,
 ) -> Calibration:
@@ -122,8 +122,8 @@ def calibrate(
       corrupt: `corrupt(key, patterns)` corrupts patterns as queries will be, such as
         `Mask(0.5)`, `Noise(0.3)` or your own function of JAX arrays; it returns
         patterns of the same shape, or `(patterns, observed)`.
-      copies: corrupted copies of each memory in the sweep.
-      max_queries: cap on the copies in the sweep; memories are drawn if there are more.
+      queries: about how many corrupted copies the sweep retrieves; each memory has as
+        many, or, if there are more memories than this, that many have one.
       separations: separations to try: the first on every candidate, the others on the
         few candidates that are best with it.
       candidates: similarities to try by name, their kernels fitted; None is
@@ -135,8 +135,7 @@ def calibrate(
     Raises:
       ValueError: if an argument is out of range, or `corrupt` changes the shape.
     """
-    check_count("copies", copies, 1)
-    check_count("max_queries", max_queries, 1)
+    check_count("queries", queries, 1)
     memories = as_floating(memories, "memories")
     if memories.ndim != 2 or memories.shape[0] < 2:
         raise ValueError(
@@ -154,7 +153,8 @@ def calibrate(
         raise ValueError("candidates must name at least one similarity, got none")
 
     corruption = Corruption.of(corrupt)
-    number = min(memories.shape[0] * copies, max_queries)
+    M = memories.shape[0]
+    number = queries if M > queries else M * round(queries / M)
     query, observed, target = _copies(sweep_key, memories, corruption, number)
     check_finite("the corrupted patterns", query, observed)
     models = tuple(candidates.values())
@@ -229,9 +229,10 @@ def default_candidates(
             kernel = fit_closed_form(memories, ridge=jnp.asarray(ridge))
             models[f"closed form {ridge:g}, angular"] = Cosine(kernel)
             models[f"closed form {ridge:g}"] = Dot(kernel)
-    kernel = fit_likelihood(key, memories, corruption)
+    copies = max(4, -(-LIKELIHOOD_VALUES // memories.size))
+    likelihood = fit_likelihood(key, memories, corruption, copies=copies)
     for rank in ranks:
-        models[f"likelihood, rank {rank or 'full'}"] = Dot(kernel.cut(rank))
+        models[f"likelihood, rank {rank or 'full'}"] = Dot(likelihood.cut(rank))
     return models
 
 

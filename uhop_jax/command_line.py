@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -13,9 +14,9 @@ def run_script(
 ) -> None:
     """Parses `--config`, `--config.KEY=VALUE` and `--workdir`, then calls `run`.
 
-    Whatever is wrong in flags, config or input (a `ValueError` or a missing file) ends
-    with exit status 2, one sentence on standard error and no file touched; Ctrl-C with
-    130.
+    Whatever is wrong in flags, config or input (a `ValueError`, or a file that cannot
+    be read or written) ends with exit status 2 and one sentence on standard error;
+    Ctrl-C ends with 130.
 
     Args:
       run: called with the locked config and the working directory.
@@ -23,20 +24,21 @@ def run_script(
       workdir: default of `--workdir`.
     """
     values = flags.FLAGS
-    config_flags.DEFINE_config_file(
-        "config", config, "Config, as FILE.py:VARIANT.", lock_config=True
-    )
+    try:  # a misspelt key fails here, where the config's own flags are made
+        config_flags.DEFINE_config_file(
+            "config", config, "Config, as FILE.py:VARIANT.", lock_config=True
+        )
+    except (AttributeError, KeyError) as error:
+        _refuse("unknown config key: ", error)
     flags.DEFINE_string("workdir", workdir, "Directory that the results go to.")
 
     def parse(argv: list[str]) -> list[str]:
         try:
             rest = values(argv)
-        except SystemExit:  # --help
-            raise
-        except Exception as error:  # whatever a config file raises while it loads
-            _refuse(error)
+        except (flags.Error, AttributeError, KeyError, OSError, ValueError) as error:
+            _refuse("", error)
         if len(rest) > 1:
-            _refuse(ValueError(f"unexpected argument {rest[1]!r}; flags begin with --"))
+            _refuse("", f"unexpected argument {rest[1]!r}; flags begin with --")
         return rest
 
     def main(argv: list[str]) -> None:
@@ -44,8 +46,8 @@ def run_script(
         logging.set_verbosity(logging.WARNING)
         try:
             run(values.config, Path(values.workdir))
-        except (ValueError, FileNotFoundError) as error:
-            _refuse(error)
+        except (ValueError, OSError) as error:
+            _refuse("", error)
         except KeyboardInterrupt:
             print("\nstopped; what is finished is kept", file=sys.stderr)
             sys.exit(130)
@@ -53,7 +55,12 @@ def run_script(
     app.run(main, flags_parser=parse)
 
 
-def _refuse(error: Exception) -> None:
-    message = " ".join(str(error).split()) or type(error).__name__
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+def _refuse(prefix: str, error: Exception | str) -> NoReturn:
+    message = str(error)
+    if "Traceback" in message:  # of an error in the config file itself: its last line
+        message = message.strip().splitlines()[-1].partition(": ")[2]
+    if message[:1] in ("'", '"') and message[-1:] == message[:1]:  # of a KeyError
+        message = message[1:-1].replace("\\n", " ").replace("\\'", "'")
+    message = " ".join(message.split()) or type(error).__name__
+    print(f"{Path(sys.argv[0]).name}: {prefix}{message}", file=sys.stderr)
     sys.exit(2)

@@ -143,7 +143,7 @@ def converge(
     separation: Separation = Softmax(),
     similarity: Similarity = Dot(),
     max_steps: int = 256,
-    tolerance: float | None = None,
+    tolerance: ArrayLike | None = None,
     values: Float[Array, "*sets M v"] | None = None,
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
@@ -490,9 +490,9 @@ def _over_axis(
     mapped = [leaf for leaf, axis in zip(leaves, flat_axes, strict=True) if axis == 0]
 
     def call(parts: list[Array]) -> Any:
-        parts = iter(parts)
+        rest = iter(parts)
         whole = [
-            next(parts) if axis == 0 else leaf
+            next(rest) if axis == 0 else leaf
             for leaf, axis in zip(leaves, flat_axes, strict=True)
         ]
         return function(jax.tree.unflatten(structure, whole))

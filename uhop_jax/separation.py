@@ -433,7 +433,7 @@ class Entmax(Separation):
 
 
 def bounded_alpha(
-    raw: Float[Array, "*shape"], *, low: float = 1.0, high: float = 2.0
+    raw: Float[Array, "*shape"], *, low: float | int = 1.0, high: float | int = 2.0
 ) -> Float[Array, "*shape"]:
     """An `alpha` in the open range `(low, high)` from an unbounded parameter.
 

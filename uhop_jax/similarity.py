@@ -458,8 +458,10 @@ class NegativeL1(Similarity):
 
     def _compare(self, keys, state, restrict):
         keys, state, seen = _restricted(keys, state, restrict)
-        difference = jnp.abs(_pairs(keys, state))
-        return -(difference if seen is None else difference * seen).sum(-1)
+        difference = _pairs(keys, state)
+        # Unlike that of `abs`, this slope is zero at zero.
+        distance = difference * jax.lax.stop_gradient(jnp.sign(difference))
+        return -(distance if seen is None else distance * seen).sum(-1)
 
 
 def _normalize(x: Array) -> Array:

@@ -162,7 +162,7 @@ def fit(
     steps: int,
     start: LinearKernel | None = None,
     kind: str = "average",
-    t: float = 2.0,
+    t: ArrayLike = 2.0,
     normalize: bool = True,
     pairs: str = "distinct",
     normalize_rows: bool = False,
@@ -197,7 +197,7 @@ def fit(
     run = functools.partial(
         _fit_weights, loss, optimizer, steps, len(marks), normalize_rows
     )
-    return _over_sets(run, memories, start, t, jnp.asarray(marks, jnp.int32))
+    return _over_sets(run, memories, start, t, jnp.asarray(marks, int))
 
 
 def fit_sgd(
@@ -208,7 +208,7 @@ def fit_sgd(
     momentum: ArrayLike = 0.0,
     start: LinearKernel | None = None,
     kind: str = "average",
-    t: float = 2.0,
+    t: ArrayLike = 2.0,
     normalize: bool = True,
     pairs: str = "distinct",
     normalize_rows: bool = False,
@@ -229,7 +229,8 @@ def fit_sgd(
         `d`. A number, or an Optax schedule.
       steps: number of updates; 0 returns the start.
       momentum: heavy-ball momentum, in `[0, 1)`.
-      start: kernel to begin with, without a centre; None is `identity_start`.
+      start: kernel to begin with; None is `identity_start`. The Gram path needs one
+        without a centre.
       kind: separation loss, see `separation_loss`.
       t: its scale.
       normalize: whether features are compared on the sphere.
@@ -250,11 +251,14 @@ def fit_sgd(
     )
     check_choice("path", path, ("auto", "gram", "weights"))
     check_at_least("momentum", momentum, 0)
+    if not is_traced(momentum) and np.any(np.asarray(momentum) >= 1):
+        raise ValueError(f"momentum must be below 1, got {momentum}")
     M, d = memories.shape[-2:]
     if path == "auto":
         D = start.weights.shape[-2]
         # Multiplications a step: four products of M x M against three of M x d x D.
-        path = "gram" if 4 * M * M < 3 * d * D else "weights"
+        cheaper = start.center is None and 4 * M * M < 3 * d * D
+        path = "gram" if cheaper else "weights"
     rates = _rates(rate, steps).astype(memories.dtype) * d
     momentum = jnp.asarray(momentum).astype(memories.dtype)
     if path == "gram":
@@ -262,11 +266,11 @@ def fit_sgd(
             raise ValueError("the gram path needs a start kernel without a center")
         run = functools.partial(_fit_gram, loss, steps, len(marks), normalize_rows)
         return _over_sets(
-            run, memories, start, t, jnp.asarray(marks, jnp.int32), rates, momentum
+            run, memories, start, t, jnp.asarray(marks, int), rates, momentum
         )
     run = functools.partial(_fit_weights, loss, None, steps, len(marks), normalize_rows)
     return _over_sets(
-        run, memories, start, t, jnp.asarray(marks, jnp.int32), rates, momentum
+        run, memories, start, t, jnp.asarray(marks, int), rates, momentum
     )
 
 
@@ -277,8 +281,8 @@ def fit_annealed(
     features: int | None = None,
     steps: int = 1000,
     restarts: int = 8,
-    t_range: tuple[float, float] = (1.0, 100.0),
-    learning_rate: float = 0.05,
+    t_range: tuple[float | int, float | int] = (1.0, 100.0),
+    learning_rate: ArrayLike = 0.05,
 ) -> StageOne:
     r"""U-Hop+ (Hu et al. 2024): the average loss with falling temperature and restarts.
 
@@ -468,7 +472,7 @@ def _loss(gram: Array, loss: _Loss, t: Array, where: Array | None = None) -> Arr
         exponent = jnp.where(distinct, exponent, -jnp.inf)
         top = exponent.max((-2, -1))
         return jnp.where(jnp.isfinite(top), top, 0.0)
-    number = counted.sum((-2, -1))
+    number = jnp.where((counted & distinct).any((-2, -1)), counted.sum((-2, -1)), 0)
     top = lax.stop_gradient(exponent.max((-2, -1)))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     total = jnp.exp(exponent - top[..., None, None]).sum((-2, -1))
@@ -516,7 +520,7 @@ def _stage_one_arguments(
     check_choice("pairs", pairs, PAIRS)
     check_count("steps", steps, 0)
     check_positive("t", t)
-    marks = tuple(sorted(snapshots))
+    marks = tuple(snapshots)
     for mark in marks:
         check_count("snapshots", mark, 0, steps)
     memories = as_floating(memories, "memories")
@@ -542,7 +546,7 @@ def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
     if callable(rate):
         rate = jax.vmap(rate)(jnp.arange(steps))
     check_finite("rate", jnp.asarray(rate))
-    return jnp.broadcast_to(jnp.asarray(rate), (steps,))
+    return broadcast_rows("rate", rate, (steps,))
 
 
 def _over_sets(run, memories: Array, start: LinearKernel, *rest: Any) -> StageOne:
@@ -569,9 +573,11 @@ def _fit_weights(
 ) -> StageOne:
     """Stage I on `W`, by the optimiser, or by SGD with the rates and momentum given."""
     if optimizer is None:
-        optimizer = optax.sgd(lambda count: rates[count], momentum)
+        assert rates is not None
+        rates = jnp.append(rates, 0.0)  # even no steps are traced with a rate
+        optimizer = optax.sgd(rates.__getitem__, momentum)
     if start.center is not None:
-        memories = memories - start.center
+        memories = memories - start.center[None]
 
     def objective(weights: Array) -> tuple[Array, Array]:
         gram = _gram(contract(memories, weights))
@@ -579,16 +585,16 @@ def _fit_weights(
 
     def body(carry, step):
         weights, state, slots = carry
-        slots = _record(slots, marks, step, weights)
+        slots = _record(slots, order, step, weights)
         (value, delta), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
         updates, state = optimizer.update(gradient, state, weights)
         return (optax.apply_updates(weights, updates), state, slots), (value, delta)
 
-    weights = start.weights
+    weights, order = start.weights, jnp.sort(marks)
     slots = jnp.zeros((kept, *weights.shape), weights.dtype)
     carry = (weights, optimizer.init(weights), slots)
     (weights, _, slots), history = lax.scan(body, carry, jnp.arange(steps))
-    slots = _record(slots, marks, steps, weights)
+    slots = _record(slots, order, steps, weights)[jnp.searchsorted(order, marks)]
     return _finish(weights, start, slots, history, objective(weights), normalize_rows)
 
 
@@ -627,16 +633,16 @@ def _fit_gram(
     def body(carry, inputs):
         B, velocity, slots = carry
         rate, step = inputs
-        slots = _record(slots, marks, step, B)
+        slots = _record(slots, order, step, B)
         P, Q = gram_of(B)
         (value, delta), slope = jax.value_and_grad(objective, has_aux=True)(Q)
         velocity = momentum * velocity + product(P, slope + slope.T)
         return (B + rate * velocity, velocity, slots), (value, delta)
 
-    zero = jnp.zeros_like(G)
+    zero, order = jnp.zeros_like(G), jnp.sort(marks)
     carry = (zero, zero, jnp.zeros((kept, *zero.shape), zero.dtype))
     (B, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
-    slots = _record(slots, marks, steps, B)
+    slots = _record(slots, order, steps, B)[jnp.searchsorted(order, marks)]
 
     def weights_of(B: Array) -> Array:
         return start.weights - product(features.T, product(B, memories))
@@ -646,11 +652,11 @@ def _fit_gram(
     return _finish(weights_of(B), start, snapshots, history, last, normalize_rows)
 
 
-def _record(slots: Array, marks: Array, step: ArrayLike, value: Array) -> Array:
+def _record(slots: Array, order: Array, step: ArrayLike, value: Array) -> Array:
     """Writes into the slot of the first mark not yet passed: each keeps its step."""
     if slots.shape[0] == 0:
         return slots
-    slot = jnp.searchsorted(marks, step, side="left")
+    slot = jnp.searchsorted(order, step, side="left")
     slot = jnp.where(slot < slots.shape[0], slot, slots.shape[0])  # dropped
     return slots.at[slot].set(value, mode="drop")
 
@@ -771,7 +777,8 @@ def _whitening(memories: Array, ridge: Array) -> Array:
     change = -1 / (M * root * base * (root + base))
     inner = einsum("...mk,...md->...kd", vectors, memories)
     low_rank = einsum("...kd,...k,...ke->...de", inner, change, inner)
-    return jnp.eye(d, dtype=memories.dtype) / base[..., None] + low_rank
+    identity = jnp.broadcast_to(jnp.eye(d, dtype=memories.dtype), low_rank.shape)
+    return identity / base[..., None] + low_rank
 
 
 _BINS = 33
@@ -814,6 +821,10 @@ def _edges(values: Array) -> Array:
 
     quantiles = quantile(jnp.linspace(0, 1, _LEVELS))
     low, high = quantile([1e-3, 1 - 1e-3])
-    atoms = jnp.concatenate([quantiles, jnp.nextafter(quantiles, jnp.inf)])
+    # Smaller numbers than `tiny` compare as zeros.
+    tiny = float(jnp.finfo(values.dtype).tiny)
+    above = jnp.nextafter(quantiles, jnp.inf)
+    above = jnp.where(jnp.abs(quantiles) < tiny, tiny, above)
+    atoms = jnp.concatenate([quantiles, above])
     grid = jnp.linspace(low, high, _BINS - 1 - atoms.size)
     return jnp.sort(jnp.concatenate([grid, atoms]).astype(values.dtype))

@@ -51,7 +51,8 @@ def save(path: str | Path, tree: Any) -> Path:
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            np.savez(file, **arrays, description=np.asarray(json.dumps(description)))
+            arrays["description"] = np.asarray(json.dumps(description))
+            np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

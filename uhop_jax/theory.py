@@ -1,14 +1,13 @@
-r"""Theory, executable: what the paper proves, as functions, and what it proves only once
-corrected.
+r"""Theory, executable: the statements of the paper as functions, corrected.
 
 The *ball* of a memory holds the states whose features lie within `distance` of its own;
-the paper's :math:`S_{\Phi,\mu}` is that of `distance` :math:`R_\Phi` (`radius`). Features
-are those the similarity compares: :math:`\Phi(u)`, on the unit sphere for `Cosine`. One
-quantity decides most of what follows, the smallest lead of a memory over the others
-anywhere in its ball, `pattern_separation`.
+the paper's :math:`S_{\Phi,\mu}` is that of `distance` :math:`R_\Phi` (`radius`).
+Features are those the similarity compares: :math:`\Phi(u)`, on the unit sphere for
+`Cosine`. One quantity decides most of what follows, the smallest lead of a memory over
+the others anywhere in its ball, `pattern_separation`.
 
-`memories` is `(M, d)` with `M` at least 2. Duplicates have `radius` zero and a separation
-of at most zero; no bound excludes them, and none of them counts as stored.
+`memories` is `(M, d)` with `M` at least 2. Duplicates have `radius` zero and a
+separation of at most zero; no bound excludes them, and none of them counts as stored.
 """
 
 import dataclasses
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
@@ -55,7 +55,7 @@ def radius(
 ) -> Float[Array, ""]:
     r""":math:`R_\Phi = \min_{\mu \neq \nu} \|\Phi(\xi_\mu) - \Phi(\xi_\nu)\| / 2`.
 
-    [def:stored_and_retrieved]; with no kernel the radius of [def:stored_and_retrieved_org].
+    [def:stored_and_retrieved], and with no kernel [def:stored_and_retrieved_org].
 
     Args:
       memories: stored patterns.
@@ -80,8 +80,8 @@ def log_rbf(
 ) -> Float[Array, "*batch M"]:
     r""":math:`\ell_\Phi(\xi_\mu, x) = -t \|\Phi(\xi_\mu) - \Phi(x)\|^2`.
 
-    On the unit sphere of features, and only there, it is :math:`2 t K(\xi_\mu, x) - 2 t`
-    [eqn:L_normalize]; pass `Cosine` to be on it.
+    On the unit sphere of features, and only there, it is :math:`2 t K(\xi_\mu, x) - 2
+    t` [eqn:L_normalize]; pass `Cosine` to be on it.
 
     Args:
       memories: stored patterns.
@@ -122,8 +122,8 @@ def pattern_separation(
     Args:
       memories: stored patterns.
       similarity: overlap of states with memories.
-      distance: radius of the ball, in feature space; unless it is 0, `similarity` must be
-        `Dot`, `Cosine` or `NegativeSquaredL2`.
+      distance: radius of the ball, in feature space; unless it is 0, `similarity` must
+        be `Dot`, `Cosine` or `NegativeSquaredL2`.
 
     Returns:
       One lead a memory.
@@ -150,14 +150,13 @@ def error_bound(
     r"""Bound on the error of one `Softmax` update in a ball [eqn:error_bound_exp].
 
     By default the paper's, in kernel form, :math:`\|T(x) - \xi_\mu\| \le 2 m (M - 1)
-    e^{-\beta (\Delta_\mu - 2 m_\Phi R_\Phi)}` for every `x` in :math:`S_{\Phi,\mu}`, with
-    the largest norms `m` of the patterns and :math:`m_\Phi` of their features. It is true
-    but says nothing (it is at least `2 m (M - 1)`) for a memory with a neighbour at
-    :math:`2 R_\Phi`, since then :math:`\Delta_\mu \le 2 m_\Phi R_\Phi`; features of equal
-    norm leave no memory for which it says anything.
+    e^{-\beta (\Delta_\mu - 2 m_\Phi R_\Phi)}` for every `x` in :math:`S_{\Phi,\mu}`,
+    with the largest norms `m` of the patterns and :math:`m_\Phi` of their features. For
+    a memory with a neighbour at :math:`2 R_\Phi` it is at least `2 m (M - 1)` and says
+    nothing, since then :math:`\Delta_\mu \le 2 m_\Phi R_\Phi`: never all are bounded.
 
-    With `distance` it is :math:`2 m (M - 1) e^{-\beta \Delta_\mu(r)}` for the ball of that
-    radius, with `pattern_separation` in the exponent: never larger at the same radius.
+    With `distance` it is :math:`2 m (M - 1) e^{-\beta \Delta_\mu(r)}` for the ball of
+    that radius (`pattern_separation`), which at the same radius is never larger.
 
     Args:
       memories: stored patterns.
@@ -191,8 +190,8 @@ def weight_error_bound(
 ) -> Float[Array, "*batch M"]:
     r"""The error bound that the weights give: :math:`2 m (1 - p_\mu)`.
 
-    Bounds :math:`\|\sum_\nu p_\nu \xi_\nu - \xi_\mu\|` for non-negative weights whose sum
-    is at most one: those of every separation here. `error_bound` follows from it.
+    Bounds :math:`\|\sum_\nu p_\nu \xi_\nu - \xi_\mu\|` for non-negative weights whose
+    sum is at most one: those of every separation here. `error_bound` follows from it.
 
     Args:
       memories: stored patterns.
@@ -231,17 +230,17 @@ def exact_retrieval_slack(
     retrieves it exactly from its whole ball (for `Dot` and `NegativeSquaredL2`, only if
     too). Minus infinity for a separation that is never one-hot, such as `Softmax`.
 
-    On the unit sphere it says :math:`\max_{\nu \neq \mu} \ell_\Phi(\xi_\nu, \xi_\mu) \le
-    -2t/(\beta (\alpha - 1))`. (The paper has :math:`\ell_\Phi(\xi_\mu, \xi_\mu)` minus
-    that maximum, which is never negative, below the same negative number.) Nor is "one-hot"
-    the same as "fixed point", as its proof has it: 0 among the memories -1, 0, 1 is a fixed
-    point of every update. It is where no memory is a mixture of others.
+    On the unit sphere it says :math:`\max_{\nu \neq \mu} \ell_\Phi(\xi_\nu, \xi_\mu)
+    \le -2t/(\beta (\alpha - 1))`. (The paper has :math:`\ell_\Phi(\xi_\mu, \xi_\mu)`
+    minus that maximum, which is never negative, below the same negative number.) Nor is
+    "one-hot" the same as "fixed point", as its proof has it: 0 among the memories -1,
+    0, 1 is a fixed point of every update. It is where no memory is a mixture of others.
 
     Args:
       memories: stored patterns.
       beta: inverse temperature, positive.
-      separation: its `margin` is used. That of `TopK(1)` is zero and must be exceeded: a
-        tie goes to the lower index.
+      separation: its `margin` is used. That of `TopK(1)` is zero and must be exceeded:
+        a tie goes to the lower index.
       similarity: overlap of states with memories.
       distance: as in `pattern_separation`.
 
@@ -276,16 +275,17 @@ def exact_retrieval_distance(
     r"""How far apart patterns must be for exact retrieval by `Dot` [coro:exact_coro].
 
     :math:`\min_{\nu \neq \mu} \|\xi_\mu - \xi_\nu\| \ge \sqrt{2 / (L^2 \beta (\alpha -
-    1))}` suffices with the lower Lipschitz constant :math:`L = \sigma_{\min}(W)`; with the
-    upper one, :math:`\sigma_{\max}(W)`, which the paper takes, it is only necessary. By
+    1))}` suffices with the lower Lipschitz constant :math:`L = \sigma_{\min}(W)`; with
+    the upper one, :math:`\sigma_{\max}(W)`, which the paper takes, it is only
+    necessary. By
 
     .. math:: 2 (K(\xi_\mu, \xi_\mu) - K(\xi_\nu, \xi_\mu)) = \|\Phi(\xi_\mu) -
       \Phi(\xi_\nu)\|^2 + \|\Phi(\xi_\mu)\|^2 - \|\Phi(\xi_\nu)\|^2
 
-    the first holds for a memory whose *feature norm* no other exceeds, the second for one
-    that exceeds no other; both for all of them where feature norms are equal, as the
-    paper's "normalized patterns" must be read. Without that no distance suffices: the
-    pattern 0 is never retrieved exactly.
+    the first holds for a memory whose *feature norm* no other exceeds, the second for
+    one that exceeds no other; both for all of them where feature norms are equal, as
+    the paper's "normalized patterns" must be read. Without that no distance suffices:
+    the pattern 0 is never retrieved exactly.
 
     Args:
       kernel: a `LinearKernel` or `Centering`; None is the identity.
@@ -314,19 +314,20 @@ def exact_retrieval_distance(
 def well_separated(
     memories: Float[Array, "M d"], *, beta: ArrayLike, distance: ArrayLike
 ) -> Bool[Array, " M"]:
-    r"""Whether `Softmax` with `Dot` provably stores a memory with the ball of `distance`.
+    r"""Whether `Softmax` with `Dot` provably stores each memory, with its ball.
 
-    With :math:`q = (M - 1) e^{-\beta \Delta_\mu(r)}`, a bound on :math:`1 - p_\mu` in the
-    ball of radius `r`, and the largest distance `s` of another memory: if :math:`s q \le
-    r` an update maps the ball into itself, and if :math:`\beta s^2 q < 1` it contracts it
-    (its Jacobian is :math:`\beta` times the covariance of the memories under the weights).
-    If both hold, every state of the ball converges to one fixed point, within :math:`s q`
-    of the memory (Banach). Sufficient, not necessary, and so a lower bound on capacity.
+    With :math:`q = (M - 1) e^{-\beta \Delta_\mu(r)}`, a bound on :math:`1 - p_\mu` in
+    the ball of radius `r`, and the largest distance `s` of another memory: if :math:`s
+    q \le r` an update maps the ball into itself, and if :math:`\beta s^2 q < 1` it
+    contracts it (its Jacobian is :math:`\beta` times the covariance of the memories
+    under the weights). If both hold, every state of the ball converges to one fixed
+    point, within :math:`s q` of the memory (Banach). Sufficient, not necessary, and so
+    a lower bound on capacity.
 
-    This is the well-separation of U-Hop+ (Hu et al. 2024), :math:`\Delta_{\min} \ge \log(2
-    (M - 1)/R)/\beta`, with what a whole ball takes: theirs bounds the error of the update
-    of the memory itself alone. On the unit sphere no :math:`\beta` is enough for `r` =
-    :math:`R_\Phi`, where the balls touch and :math:`\Delta_\mu(R_\Phi) = 0`.
+    This is the well-separation of U-Hop+ (Hu et al. 2024), :math:`\Delta_{\min} \ge
+    \log(2 (M - 1)/R)/\beta`, with what a whole ball takes: theirs bounds the error of
+    the update of the memory itself alone. On the unit sphere no :math:`\beta` is enough
+    for `r` = :math:`R_\Phi`, where the balls touch and :math:`\Delta_\mu(R_\Phi) = 0`.
 
     Args:
       memories: stored patterns, or their features.
@@ -376,15 +377,15 @@ def stored(
 ) -> Stored:
     r"""Which memories are stored, by sampling their balls [def:stored_and_retrieved].
 
-    A point counts if it converges to the fixed point that the memory itself converges to,
-    and that lies in the ball. Points are uniform in the image of :math:`\Phi` within
-    :math:`R_\Phi` of the memory; for `Cosine` on the cap of the sphere, nearly uniform.
-    Sampling can refute, not prove; `well_separated` proves. Balls are open: closed ones of
-    the two closest memories always meet. Where two memories coincide, up to rounding, no
-    ball has a point, and none is stored.
+    A point counts if it converges to the fixed point that the memory itself converges
+    to, and that lies in the ball. Points are uniform in the image of :math:`\Phi`
+    within :math:`R_\Phi` of the memory; for `Cosine` on the cap of the sphere, nearly
+    uniform. Sampling can refute, not prove; `well_separated` proves. Balls are open:
+    closed ones of the two closest memories always meet. Where two memories coincide, up
+    to rounding, no ball has a point, and none is stored.
 
-    With `Dot` and a large `beta`, of the two closest memories the one of smaller feature
-    norm is never stored: part of its ball is nearer, by overlap, to the other.
+    With `Dot` and a large `beta`, of the two closest memories the one of smaller
+    feature norm is never stored: part of its ball is nearer, by overlap, to the other.
 
     Args:
       key: random key.
@@ -394,7 +395,8 @@ def stored(
       similarity: overlap of states with memories, of a linear kernel or none.
       samples: points in each ball, at least 1.
       max_steps: cap on the updates of a point; points that reach it do not count.
-      tolerance: how far apart, relative to the radius, two limits may be and count as one.
+      tolerance: how far apart, relative to the radius, two limits may be and count as
+        one.
 
     Returns:
       `Stored`.
@@ -475,12 +477,12 @@ def capacity(
 def spherical_code_bounds(size: int, dimension: int) -> tuple[float, float]:
     r"""Bounds on the :math:`\Delta_{\min}` of the best code of unit features (U-Hop+).
 
-    :math:`\Delta_{\min} = 1 - \max \cos`, hence :math:`R_\Phi^2 = \Delta_{\min}/2`. Exact
-    for a simplex (`M <= D + 1`, :math:`M/(M - 1)`), an orthoplex (`M <= 2 D`, one) and on
-    the circle. Else, with :math:`s^{D-1} = 2\sqrt\pi\, \Gamma((D+1)/2) / (M \Gamma(D/2))`,
-    caps that fit give at most :math:`2 s^2` and caps that cover at least :math:`s^2/2`.
-    Both are inside the bounds of the released code of U-Hop+, which bounds the smallest
-    *distance*, :math:`2 s`, from above.
+    :math:`\Delta_{\min} = 1 - \max \cos`, hence :math:`R_\Phi^2 = \Delta_{\min}/2`.
+    Exact for a simplex (`M <= D + 1`, :math:`M/(M - 1)`), an orthoplex (`M <= 2 D`,
+    one) and on the circle. Else, with :math:`s^{D-1} = 2\sqrt\pi\, \Gamma((D+1)/2) / (M
+    \Gamma(D/2))`, caps that fit give at most :math:`2 s^2` and caps that cover at least
+    :math:`s^2/2`. Both are inside the bounds of the released code of U-Hop+, which
+    bounds the smallest *distance*, :math:`2 s`, from above.
 
     Args:
       size: number `M` of features, at least 2.
@@ -513,7 +515,8 @@ def metastable_size(
 
     Args:
       weights: weights over the memories.
-      threshold: 0 counts the support of a sparse separation; 0.01 is usual for `Softmax`.
+      threshold: 0 counts the support of a sparse separation; 0.01 is usual for
+        `Softmax`.
 
     Returns:
       A number for each state; 1 is a pattern retrieved alone.
@@ -527,6 +530,7 @@ def metastable_size(
     return (weights > threshold).sum(-1, dtype=jnp.int32)
 
 
+@jax.jit
 def effective_memories(weights: Float[Array, "*batch M"]) -> Float[Array, "*batch"]:
     r"""The participation ratio :math:`(\sum p)^2 / \sum p^2`, a soft `metastable_size`.
 
@@ -564,21 +568,22 @@ def representation(
 ) -> Representation:
     r"""The weights with which attention attains any target [thm:perfect_kernel].
 
-    With features :math:`X'` (one a row here, one a column in the paper) and a left inverse
-    :math:`X^\dagger` of the paper's, :math:`W_K = X^\dagger` and :math:`W_Q =
+    With features :math:`X'` (one a row here, one a column in the paper) and a left
+    inverse :math:`X^\dagger` of the paper's, :math:`W_K = X^\dagger` and :math:`W_Q =
     \beta^{-1} \log(P D_0) X^\dagger` give
 
     .. math:: \mathrm{softmax}(\beta (W_K X')^\top W_Q X') = P
 
-    over each column: column `j` holds the weights of query `j` over the keys. The theorem
-    assumes orthonormal features, a minimiser of the deep-learning separation loss; that
-    they are linearly independent is enough (and its `M <= d` is `M <= D`).
+    over each column: column `j` holds the weights of query `j` over the keys. The
+    theorem assumes orthonormal features, a minimiser of the deep-learning separation
+    loss; that they are linearly independent is enough (and its `M <= d` is `M <= D`).
 
     Args:
       features: `Phi` of the patterns, one a row, linearly independent.
       target: `P`, positive, each column summing to one.
       beta: inverse temperature, positive.
-      scale: diagonal of :math:`D_0`, one number or `(M,)`, positive; of no effect on `P`.
+      scale: diagonal of :math:`D_0`, one number or `(M,)`, positive; of no effect on
+        `P`.
 
     Returns:
       `Representation`.
@@ -614,7 +619,7 @@ def representation(
         if abs(float(worst) - 1) > float(jnp.finfo(dtype).eps) ** 0.5:
             raise ValueError(f"columns of target must sum to 1, got {float(worst)}")
     if not is_traced(features):
-        rank = int(jnp.linalg.matrix_rank(features))
+        rank = int(np.linalg.matrix_rank(np.asarray(features)))
         if rank < count:
             raise ValueError(
                 f"features must be linearly independent: {count} have rank {rank}"
@@ -633,8 +638,8 @@ def gradient_descent_bound(
 
     :math:`f(x_k) - f(x^\star) \le \|x_0 - x^\star\|^2 / (2 \gamma k)`, for a convex `f`
     with a `G`-Lipschitz gradient and :math:`\gamma \le 1/G`. It does *not* apply to the
-    separation loss, for which the paper states it: :math:`L(W) = L(-W)` and :math:`L(0) =
-    0` is the maximum, so that `L` is not convex.
+    separation loss, for which the paper states it: :math:`L(W) = L(-W)` and :math:`L(0)
+    = 0` is the maximum, so that `L` is not convex.
 
     Args:
       distance: :math:`\|x_0 - x^\star\|`, at least zero.
@@ -677,6 +682,7 @@ def _geometry(memories: Array, similarity: Similarity, mask: Any = None) -> _Geo
     )
 
 
+@jax.jit
 def _separation(geometry: _Geometry, reach: ArrayLike) -> Array:
     return (geometry.leads - reach * geometry.distances).min(-1)
 
@@ -688,6 +694,7 @@ def _distances(keys: Array) -> Array:
     return jnp.where(distances <= rounding, 0.0, distances)
 
 
+@jax.jit
 def _largest_norm(x: Array) -> Array:
     return jnp.linalg.norm(x, axis=-1).max()
 
@@ -758,6 +765,7 @@ def _check_linear(kernel: Kernel | None) -> None:
         )
 
 
+@jax.jit
 def _singular_values(weights: Array) -> tuple[Array, Array]:
     """Descending, and which of them are more than rounding."""
     values = jnp.linalg.svd(weights, compute_uv=False)
@@ -768,8 +776,9 @@ def _active(values: Array, weights: Array) -> Array:
     return values > max(weights.shape) * float(jnp.finfo(values.dtype).eps) * values[0]
 
 
+@jax.jit
 def _image(kernel: Kernel | None) -> Array | None:
-    """Columns `(D, r)`, orthonormal or zero, that span the image; None for all of it."""
+    """Columns `(D, r)`, orthonormal or zero, that span the image; None: all of it."""
     if not isinstance(kernel, LinearKernel):
         return None
     weights = kernel.weights.astype(working_dtype(kernel.weights))

@@ -1,7 +1,7 @@
 """Digits, stored, corrupted and retrieved by every method at its own best beta."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,12 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from uhop_jax import data, plotting
-from uhop_jax._checks import check_choice, check_count
+from uhop_jax._checks import (
+    check_at_least,
+    check_choice,
+    check_count,
+    check_positive,
+)
 from uhop_jax.calibration import beta_grid, calibrate, corrupted_copies, sweep_errors
 from uhop_jax.corruption import Corruption, Mask, Noise, posterior_mean
 from uhop_jax.experiments import records
@@ -23,10 +28,11 @@ from uhop_jax.similarity import (
     Cosine,
     Dot,
     Kernel,
+    LinearKernel,
     NegativeSquaredL2,
     Similarity,
 )
-from uhop_jax.stage_one import LinearKernel, fit_sgd, gaussian_start, identity_start
+from uhop_jax.stage_one import LOSSES, fit_sgd, gaussian_start, identity_start
 
 EXACT = 0.01  # a pattern is recalled exactly if no component is further off
 
@@ -79,12 +85,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     """
     corruption = _corruption(config)
     images = data.images(config.data)
-    check_count("sets", config.sets, 1)
-    check_count("tuning_sets", config.tuning_sets, 1)
-    check_count("memories", config.memories, 2, len(images.pixels) // 2)
-    check_count("images", config.images, 1, config.memories)
-    choices = ("gaussian", "identity")
-    check_choice("stage_one.start", config.stage_one.start, choices)
+    _check(config, len(images.pixels))
     records.claim(config, workdir)
 
     seconds: dict[str, float] = {}
@@ -116,8 +117,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
         parts.append(model.retrieve(memories, scored.query[index], observed=observed))
     bar.close()
     retrieved[CALIBRATED] = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-    limit = jax.vmap(lambda m, q: posterior_mean(corruption.function, m, q))
-    retrieved[LIMIT] = Retrieval(limit(scored.memories, scored.query), None)
+    retrieved[LIMIT] = _limit(corruption.function, scored)
 
     betas = {name: [choice.beta] * config.sets for name, choice in choices.items()}
     betas |= {CALIBRATED: [float(model.beta) for model in models]}
@@ -137,9 +137,26 @@ def run(config: ConfigDict, workdir: Path) -> None:
     print(f"written: {workdir}/results.csv, retrieved.png, config.json")
 
 
+def _check(config: ConfigDict, available: int) -> None:
+    check_count("sets", config.sets, 1)
+    check_count("tuning_sets", config.tuning_sets, 1)
+    check_count("memories", config.memories, 2, available // 2)
+    check_count("images", config.images, 1, config.memories)
+    options = config.stage_one
+    check_choice("stage_one.loss", options.loss, LOSSES)
+    check_choice("stage_one.start", options.start, ("gaussian", "identity"))
+    check_positive("stage_one.t", options.t)
+    check_positive("stage_one.rate", options.rate)
+    if not options.steps:
+        raise ValueError("stage_one.steps must hold at least one number, got none")
+    for steps in options.steps:
+        check_count("stage_one.steps", steps, 1)
+
+
 def _corruption(config: ConfigDict) -> Corruption:
     check_choice("corruption.kind", config.corruption.kind, ("mask", "noise"))
     if config.corruption.kind == "noise":
+        check_at_least("corruption.scale", config.corruption.scale, 0)
         return Corruption.of(Noise(config.corruption.scale))
     if not 0 <= config.corruption.fraction <= 1:
         raise ValueError(
@@ -194,7 +211,11 @@ def _fit(config: ConfigDict, memories: Array) -> list[LinearKernel]:
 
 def _variants(method: Method, kernels: list[LinearKernel]) -> list[Similarity]:
     """The method with each kernel that it may use."""
-    allowed = {"none": [None], "start": kernels[:1], "learned": kernels[1:]}
+    allowed: dict[str, Sequence[Kernel | None]] = {
+        "none": [None],
+        "start": kernels[:1],
+        "learned": kernels[1:],
+    }
     return [method.similarity(kernel) for kernel in allowed[method.kernels]]
 
 
@@ -265,6 +286,16 @@ def _retrieve(
     }
 
 
+def _limit(corruption: Mask | Noise, queries: Queries) -> Retrieval:
+    """The best that anyone can do who knows the corruption."""
+
+    def one(memories: Array, query: Array) -> Retrieval:
+        weights = jax.nn.softmax(corruption.log_likelihood(memories, query))
+        return Retrieval(posterior_mean(corruption, memories, query), weights)
+
+    return jax.vmap(one)(queries.memories, queries.query)
+
+
 def _score(
     queries: Queries,
     retrieved: dict[str, Retrieval],
@@ -277,9 +308,7 @@ def _score(
         off = jnp.clip(state, 0, 1) - truth
         errors = np.asarray((off**2).sum(-1).mean(-1))
         exact = np.asarray((jnp.abs(off).max(-1) <= EXACT).mean(-1))
-        top1 = None
-        if weights is not None:
-            top1 = np.asarray((weights.argmax(-1) == queries.target).mean(-1))
+        top1 = np.asarray((weights.argmax(-1) == queries.target).mean(-1))
         for index, error in enumerate(errors):
             rows.append(
                 {
@@ -287,7 +316,7 @@ def _score(
                     "set": index,
                     "beta": betas[name][index],
                     "error": float(error),
-                    "top1": "" if top1 is None else float(top1[index]),
+                    "top1": float(top1[index]),
                     "exact": float(exact[index]),
                 }
             )

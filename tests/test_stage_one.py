@@ -1,0 +1,734 @@
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import assert_close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from jax.test_util import check_grads
+
+from uhop_jax import (
+    Cosine,
+    Dot,
+    LinearKernel,
+    Mask,
+    Noise,
+    fit,
+    fit_annealed,
+    fit_closed_form,
+    fit_likelihood,
+    fit_sgd,
+    gaussian_start,
+    identity_start,
+    retrieve,
+    separation_loss,
+    smallest_separation,
+)
+from uhop_jax.corruption import Corruption
+from uhop_jax.similarity import bins
+from uhop_jax.stage_one import LOSSES, PAIRS
+
+KEY = jax.random.key(0)
+VARIANTS = [
+    {"kind": kind, "normalize": normalize, "pairs": pairs}
+    for kind, normalize, pairs in itertools.product(LOSSES, (True, False), PAIRS)
+]
+every_variant = pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values()))
+)
+every_space = pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v["pairs"] == "distinct"], ids=str
+)
+every_kind = pytest.mark.parametrize("kind", LOSSES)
+few_examples = settings(deadline=None, max_examples=25)
+some_features = npst.arrays(np.float64, (5, 3), elements=st.floats(-2, 2, width=16))
+
+
+@pytest.fixture
+def standard_promotion():
+    """Optax's Adam multiplies arrays of unlike dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def draw(*shape, seed=0, dtype=jnp.float64):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def naive_loss(features, t, *, kind, normalize, pairs):
+    if len(features) < 2:
+        return 0.0
+    features = np.asarray(features)
+    if normalize:
+        features = [f / np.linalg.norm(f) for f in features]
+    exponents = []
+    for (u, f), (v, g) in itertools.product(enumerate(features), repeat=2):
+        if u == v and (pairs == "distinct" or kind == "maximum"):
+            continue
+        deep = 2 * t * ((f @ g) ** 2 - 1)
+        exponents.append(deep if kind == "deep" else -t * ((f - g) ** 2).sum())
+    if kind == "maximum":
+        return max(exponents)
+    return np.log(np.mean(np.exp(exponents)))
+
+
+def naive_separation(features):
+    unit = [f / np.linalg.norm(f) for f in np.asarray(features)]
+    return min(1 - f @ g for f, g in itertools.combinations(unit, 2))
+
+
+# The losses.
+
+jitted_loss = jax.jit(separation_loss, static_argnames=("kind", "normalize", "pairs"))
+loss_slope = jax.jit(
+    jax.grad(separation_loss), static_argnames=("kind", "normalize", "pairs")
+)
+
+
+@every_variant
+def test_loss_is_the_double_loop_over_batches_and_valid_patterns(variant):
+    features = draw(2, 3, 5, 4)
+    where = np.ones((2, 3, 5), bool)
+    where[0, 1, 3:] = where[1, 0, 1:] = where[1, 2] = False
+    padded = jnp.where(where[..., None], features, jnp.nan)
+    unmasked = separation_loss(features, t=1.3, **variant)
+    masked = separation_loss(padded, t=1.3, where=jnp.asarray(where), **variant)
+    assert unmasked.shape == masked.shape == (2, 3)
+    for index in np.ndindex(2, 3):
+        assert_close(unmasked[index], naive_loss(features[index], 1.3, **variant))
+        valid = features[index][where[index]]
+        assert_close(masked[index], naive_loss(valid, 1.3, **variant))
+
+
+@every_space
+def test_loss_has_the_gradients_of_finite_differences(variant):
+    features, where = draw(4, 3), jnp.asarray([True, True, False, True])
+
+    def loss(features, t):
+        return jitted_loss(features, t=t, where=where, **variant)
+
+    check_grads(
+        loss, (features, jnp.asarray(0.7)), 1, modes=["rev"], rtol=1e-5, atol=1e-5
+    )
+    slope = loss_slope(features, where=where, **variant)
+    padded = loss_slope(features.at[2].set(jnp.nan), where=where, **variant)
+    assert_close(padded, slope)
+    assert not slope[2].any()
+
+
+@every_space
+def test_loss_of_coincident_features_has_finite_gradients(variant):
+    for features in (jnp.zeros((4, 3)), jnp.ones((4, 3)), draw(4, 3).at[0].set(0.0)):
+        where = jnp.ones(4, bool)
+        assert np.isfinite(jitted_loss(features, t=2.0, where=where, **variant))
+        assert np.isfinite(loss_slope(features, where=where, **variant)).all()
+
+
+@every_variant
+@few_examples
+@given(features=some_features, scale=st.floats(0.1, 10), seed=st.integers(0, 99))
+def test_loss_invariances(variant, features, scale, seed):
+    rng = np.random.default_rng(seed)
+    rotation = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+    loss = jitted_loss(features, **variant)
+    for same in (-features, rng.permutation(features), features @ rotation):
+        assert_close(jitted_loss(same, **variant), loss)
+    scaled = jitted_loss(scale * features, **variant)
+    if variant["normalize"]:
+        assert_close(scaled, loss)
+    elif variant["kind"] != "deep":  # the larger the features, the lower
+        assert (loss - scaled) * np.sign(scale - 1) >= -1e-10
+
+
+@pytest.mark.parametrize("kind", ["average", "maximum"])
+@few_examples
+@given(weights=some_features)
+def test_unnormalised_loss_is_even_with_its_maximum_at_zero(kind, weights):
+    memories = draw(4, 3)
+
+    def loss(weights):
+        features = LinearKernel(jnp.asarray(weights)).memory_features(memories)
+        return jitted_loss(features, kind=kind, normalize=False)
+
+    assert loss(weights) == loss(-weights)
+    assert loss(0 * weights) == 0 >= loss(weights)
+
+
+@pytest.mark.parametrize("kind", ["average", "maximum"])
+def test_loss_is_not_convex(kind):
+    weights, memories = draw(2, 3, seed=1), draw(4, 3)
+    ends, middle = (
+        separation_loss(memories @ w.T, kind=kind, normalize=False)
+        for w in (weights, 0 * weights)
+    )
+    assert middle > ends + 0.1  # a chord from -W to W runs below the middle
+
+
+@few_examples
+@given(features=some_features, normalize=st.booleans())
+def test_average_loss_tends_to_the_maximum(features, normalize):
+    t = 1e4
+    average, maximum = (
+        jitted_loss(features, kind=kind, t=t, normalize=normalize) / t
+        for kind in ("average", "maximum")
+    )
+    assert maximum - np.log(20) / t - 1e-12 <= average <= maximum + 1e-12
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.1, 0.25, 1.0])
+def test_average_loss_is_that_of_u_hop_plus(tau):
+    features = draw(6, 4)
+    unit = np.asarray(features) / np.linalg.norm(features, axis=-1, keepdims=True)
+    cosines = (unit @ unit.T)[~np.eye(6, dtype=bool)]
+    expected = np.log(np.mean(np.exp(cosines / tau))) - 1 / tau
+    assert_close(separation_loss(features, t=1 / (2 * tau)), expected)
+
+
+def test_smallest_separation_is_the_double_loop():
+    features = draw(2, 3, 5, 4)
+    separation = smallest_separation(features)
+    for index in np.ndindex(2, 3):
+        assert_close(separation[index], naive_separation(features[index]))
+    assert_close(smallest_separation(jnp.asarray([[1.0, 2.0], [-2.0, -4.0]])), 2.0)
+
+
+# Gradient descent.
+
+D, M = 6, 4
+STARTS = {
+    "identity": lambda: identity_start(D),
+    "gaussian": lambda: gaussian_start(KEY, D),
+    "wide": lambda: gaussian_start(KEY, D, 9),
+    "narrow": lambda: gaussian_start(KEY, D, 3),
+}
+RATES = {
+    "constant": 0.02,
+    "array": np.linspace(0.03, 0.01, 8),
+    "decay": optax.exponential_decay(0.05, 3, 0.5),
+    "python schedule": lambda count: 0.02,
+}
+
+
+def rates_of(rate, steps):
+    if callable(rate):
+        return np.asarray([rate(n) for n in range(steps)])
+    return np.broadcast_to(rate, steps)
+
+
+def reference_sgd(memories, weights, rates, momentum, **options):
+    """Algorithm 1 as it is written: all weights from `W_0` to `W_N`."""
+    gradient = jax.jit(
+        jax.grad(lambda w: separation_loss(memories @ w.T, **options))
+    )
+    path, velocity = [weights], jnp.zeros_like(weights)
+    for rate in rates:
+        velocity = momentum * velocity + gradient(path[-1])
+        path.append(path[-1] - float(rate) * memories.shape[-1] * velocity)
+    return np.stack(path)
+
+
+def relative(actual, expected):
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+@every_variant
+def test_sgd_takes_the_same_path_in_both_spaces(variant):
+    memories, options = 0.3 * draw(M, D), dict(variant, t=1.1)
+    for start, rate, momentum in [
+        (identity_start(D), 1e-3, 0.0),
+        (gaussian_start(KEY, D), RATES["decay"], 0.9),
+    ]:
+        gram, weights = (
+            fit_sgd(
+                memories,
+                rate=rate,
+                steps=8,
+                momentum=momentum,
+                start=start,
+                path=path,
+                snapshots=range(9),
+                **options,
+            )
+            for path in ("gram", "weights")
+        )
+        moved = weights.kernel.weights - start.weights
+        assert np.linalg.norm(moved) > 1e-3
+        assert relative(gram.kernel.weights - start.weights, moved) < 1e-9
+        jax.tree.map(assert_close, gram, weights)
+        features = jnp.einsum("nDd,md->nmD", gram.snapshots.weights, memories)
+        for fitted in (gram, weights):
+            assert_close(fitted.loss, separation_loss(features, **options))
+            assert_close(fitted.delta_min, smallest_separation(features))
+        if not momentum:  # a small rate
+            assert gram.loss[-1] < gram.loss[0]
+            assert variant["kind"] == "maximum" or (np.diff(gram.loss) < 0).all()
+
+
+@every_kind
+@pytest.mark.parametrize("start", ["wide", "narrow"])
+def test_sgd_is_algorithm_1(kind, start):
+    memories, start = draw(M, D), STARTS[start]()
+    options = {"kind": kind, "t": 1.1}
+    rates = rates_of(RATES["decay"], 8)
+    expected = reference_sgd(memories, start.weights, rates, 0.9, **options)
+    for path in ("gram", "weights"):
+        fitted = fit_sgd(
+            memories,
+            rate=RATES["decay"],
+            steps=8,
+            momentum=0.9,
+            start=start,
+            path=path,
+            snapshots=range(9),
+            **options,
+        )
+        moved = fitted.snapshots.weights - start.weights
+        assert relative(moved, expected - start.weights[None]) < 1e-9
+        np.testing.assert_array_equal(fitted.snapshots.weights[8], fitted.kernel.weights)
+
+
+@pytest.mark.parametrize(
+    ("rate", "momentum"),
+    [*((rate, 0.0) for rate in RATES), ("constant", 0.9), ("decay", 0.5)],
+)
+def test_sgd_is_optax_sgd(rate, momentum):
+    memories, start, rate = draw(M, D), STARTS["wide"](), RATES[rate]
+    scaled = jnp.asarray(rates_of(rate, 8)) * D
+    optimizer = optax.sgd(scaled.__getitem__, momentum or None)
+    expected = fit(memories, optimizer=optimizer, steps=8, start=start)
+    moved = expected.kernel.weights - start.weights
+    for path in ("gram", "weights", "auto"):
+        options = {"rate": rate, "steps": 8, "momentum": momentum, "path": path}
+        fitted = fit_sgd(memories, start=start, **options)
+        assert relative(fitted.kernel.weights - start.weights, moved) < 1e-9
+        single = fit_sgd(memories.astype(jnp.float32), start=start, **options)
+        assert single.kernel.weights.dtype == single.loss.dtype == jnp.float32
+        assert relative(single.kernel.weights - start.weights, moved) < 1e-2
+
+
+@pytest.mark.parametrize("path", ["gram", "weights"])
+def test_snapshots_are_shorter_runs(path):
+    memories = draw(M, D)
+    options = {"rate": 0.01, "normalize_rows": True, "path": path}
+    marks = (0, 5, 3, 0)  # in any order, and repeated
+    fitted = fit_sgd(memories, steps=5, snapshots=marks, **options)
+    assert fitted.snapshots.weights.shape == (4, D, D)
+    for mark, weights in zip(marks, fitted.snapshots.weights, strict=True):
+        shorter = fit_sgd(memories, steps=mark, **options)
+        assert shorter.snapshots is None
+        assert shorter.loss.shape == shorter.delta_min.shape == (mark + 1,)
+        assert_close(weights, shorter.kernel.weights)
+        assert_close(shorter.loss, fitted.loss[: mark + 1])
+        assert_close(np.linalg.norm(weights, axis=-1), np.ones(D))
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_no_steps_return_the_start(start):
+    memories, start = draw(M, D), STARTS[start]()
+    for rate in (0.02, RATES["decay"], RATES["python schedule"], np.zeros(0)):
+        for path in ("gram", "weights"):
+            fitted = fit_sgd(memories, rate=rate, steps=0, start=start, path=path)
+            np.testing.assert_array_equal(fitted.kernel.weights, start.weights)
+            features = start.memory_features(memories)
+            assert_close(fitted.loss, [separation_loss(features)])
+            assert_close(fitted.delta_min, [smallest_separation(features)])
+
+
+@pytest.mark.parametrize("path", ["gram", "weights"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_batches_of_memory_sets_are_a_loop(path, stacked):
+    memories = draw(2, 3, M, D)
+    start = LinearKernel(draw(2, 3, 5, D) if stacked else draw(5, D))
+    options = {"rate": 0.05, "steps": 4, "momentum": 0.5, "path": path}
+    fitted = fit_sgd(memories, start=start, snapshots=(1, 4), **options)
+    assert fitted.loss.shape == (2, 3, 5)
+    assert fitted.snapshots.weights.shape == (2, 3, 2, 5, D)
+    for index in np.ndindex(2, 3):
+        one = LinearKernel(start.weights[index]) if stacked else start
+        single = fit_sgd(memories[index], start=one, snapshots=(1, 4), **options)
+        part = jax.tree.map(lambda x, index=index: x[index], fitted)
+        jax.tree.map(assert_close, part, single)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=jnp.dtype)
+@pytest.mark.parametrize("path", ["gram", "weights"])
+def test_half_precision_memories_are_handled_in_float32(dtype, path):
+    memories = draw(M, D, dtype=dtype)
+    options = {"rate": 0.05, "steps": 3, "path": path}
+    fitted = fit_sgd(memories, **options)
+    same = fit_sgd(memories.astype(jnp.float32), **options)
+    assert {x.dtype for x in jax.tree.leaves(fitted)} == {jnp.dtype(jnp.float32)}
+    jax.tree.map(np.testing.assert_array_equal, fitted, same)
+    assert fit_closed_form(memories).weights.dtype == jnp.float32
+    assert separation_loss(memories).dtype == jnp.float32
+
+
+def test_a_centred_start_compares_about_its_centre():
+    memories, center, weights = draw(M, D), draw(D, seed=1), draw(5, D, seed=2)
+    options = {"rate": 0.05, "steps": 5, "snapshots": (2, 5)}
+    start = LinearKernel(weights, center)
+    for path in ("weights", "auto"):
+        fitted = fit_sgd(memories, start=start, path=path, **options)
+        same = fit_sgd(
+            memories - center[None],
+            start=LinearKernel(weights),
+            path="gram",
+            **options,
+        )
+        assert_close(fitted.kernel.weights, same.kernel.weights)
+        assert_close(fitted.loss, same.loss)
+        assert_close(fitted.kernel.center, center)
+        assert_close(fitted.snapshots.weights, same.snapshots.weights)
+        assert_close(fitted.snapshots.center, np.stack([center, center]))
+    with pytest.raises(ValueError, match="gram path needs a start kernel without"):
+        fit_sgd(memories, start=start, path="gram", **options)
+
+
+def test_identity_start_is_the_limit_of_gaussian_starts():
+    memories, options = draw(M, D), {"rate": 0.05, "steps": 10, "path": "gram"}
+    limit = fit_sgd(memories, **options)
+    errors = []
+    for features in (200, 20_000):
+        weights = gaussian_start(KEY, D, features).weights * (D / features) ** 0.5
+        assert relative(weights.T @ weights, D * np.eye(D)) < 6 / features**0.5
+        fitted = fit_sgd(memories, start=LinearKernel(weights), **options)
+        W, limit_W = fitted.kernel.weights, limit.kernel.weights
+        errors.append(relative(W.T @ W, limit_W.T @ limit_W))
+    assert errors[1] < 0.03 < errors[0] < 0.5
+    assert_close(fitted.delta_min, limit.delta_min, floor=0.02)
+
+
+def test_start_kernels():
+    np.testing.assert_array_equal(identity_start(9).weights, 3 * np.eye(9))
+    weights = gaussian_start(KEY, 50, 400).weights
+    assert weights.shape == (400, 50)
+    assert abs(weights.mean()) < 0.03
+    assert abs(weights.std() - 1) < 0.03
+    assert gaussian_start(KEY, 7).weights.shape == (7, 7)
+
+
+def test_fit_is_a_loop_of_its_optimiser(standard_promotion):
+    memories, start = draw(M, D), STARTS["wide"]()
+    optimizer = optax.adam(0.05)
+    slope = jax.jit(
+        jax.grad(lambda w: separation_loss(memories @ w.T, kind="deep", t=3.0))
+    )
+    weights = start.weights
+    state = optimizer.init(weights)
+    for _ in range(30):
+        updates, state = optimizer.update(slope(weights), state, weights)
+        weights = optax.apply_updates(weights, updates)
+    fitted = fit(
+        memories, optimizer=optimizer, steps=30, start=start, kind="deep", t=3.0
+    )
+    assert_close(fitted.kernel.weights, weights)
+    assert fitted.loss[-1] < fitted.loss[0]
+    np.testing.assert_array_equal(
+        fit(memories, optimizer=optimizer, steps=0).kernel.weights,
+        identity_start(D).weights,
+    )
+
+
+def test_numbers_do_not_compile_anew(compilations):
+    def run(seed, rate, t, momentum, mark):
+        options = {"steps": 3, "t": t, "snapshots": (mark,)}
+        for path in ("gram", "weights"):
+            fit_sgd(
+                memories[seed], rate=rate, momentum=momentum, path=path, **options
+            )
+        fit(memories[seed], optimizer=optimizer, **options)
+        fit_closed_form(memories[seed], ridge=t)
+        fit_likelihood(jax.random.key(seed), memories[seed], Mask(rate), smoothing=t)
+
+    optimizer = optax.sgd(0.1)
+    memories = [draw(M, D, seed=seed) for seed in (0, 1)]
+    run(0, 0.1, 2.0, 0.0, 3)
+    before = len(compilations)
+    assert before > 0
+    run(1, 0.2, 3.0, 0.5, 1)
+    assert len(compilations) == before
+
+
+# Without iterations.
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 7), (12, 7)])
+@pytest.mark.parametrize("ridge", [0.03, 1.0, 30.0])
+def test_closed_form_is_the_ridge_formula(shape, ridge):
+    memories = draw(2, *shape)
+    kernel = fit_closed_form(memories, ridge=ridge)
+    assert kernel.weights.shape == (2, 7, 7)
+    for Xi, W in zip(np.asarray(memories), np.asarray(kernel.weights), strict=True):
+        C = Xi.T @ Xi / len(Xi)
+        A = np.linalg.inv(C + ridge * np.trace(C) / 7 * np.eye(7))
+        assert_close(W.T @ W, A)
+        single = fit_closed_form(jnp.asarray(Xi), ridge=ridge).weights
+        assert_close(W, single)
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 7)])
+def test_closed_form_without_ridge_makes_memories_orthonormal(shape):
+    memories = draw(2, *shape)
+    kernel = fit_closed_form(memories, ridge=0)
+    for Xi, W in zip(memories, kernel.weights, strict=True):
+        features = LinearKernel(W).memory_features(Xi)
+        assert_close(features @ features.T, np.eye(len(Xi)), scale=100)
+        loss = separation_loss(features, kind="deep")
+        assert_close(loss, -4.0)  # 2 t (0 - 1), which nothing is below
+        assert loss < separation_loss(Xi, kind="deep") - 0.01
+
+
+def test_likelihood_table_is_a_count():
+    def corruption(key, x):  # rounded, so that compilation cannot change a bin
+        return jnp.round(32 * Noise(0.3)(key, x)) / 32
+
+    memories = jnp.clip(draw(12, 9), 0, 1)
+    kernel = fit_likelihood(KEY, memories, corruption, copies=3, smoothing=0.25)
+    stored, counts = np.asarray(bins(memories, kernel.memory_edges)), np.zeros((33, 33))
+    for key in jax.random.split(KEY, 3):
+        query = np.asarray(bins(corruption(key, memories), kernel.query_edges))
+        for a, c in zip(stored.ravel(), query.ravel(), strict=True):
+            counts[a, c] += 1
+    table = np.log((counts + 0.25) / (counts + 0.25).sum(1, keepdims=True))
+    table -= table.mean(0)
+    assert kernel.memory_table.shape == kernel.query_table.shape == (33, 33)
+    assert_close(kernel.memory_table @ kernel.query_table.T, table)
+
+    query = corruption(jax.random.key(1), memories)
+    seen = np.asarray(bins(query, kernel.query_edges))
+    expected = table[stored[None], seen[:, None]].sum(-1)
+    overlaps = Dot(kernel)(memories, query)
+    assert_close(overlaps, expected)
+    assert_close(overlaps - overlaps[:, :1], expected - expected[:, :1])
+
+    singular = np.linalg.svd(table, compute_uv=False)
+    for rank in (1, 4, 33, None):
+        cut = kernel.cut(rank)
+        error = np.linalg.norm(cut.memory_table @ cut.query_table.T - table)
+        assert_close(error, np.sqrt((singular[rank or 33 :] ** 2).sum()))
+        again = fit_likelihood(
+            KEY, memories, corruption, copies=3, smoothing=0.25, rank=rank
+        )
+        jax.tree.map(np.testing.assert_array_equal, cut, again)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=jnp.dtype)
+def test_likelihood_gives_atoms_bins_of_their_own(dtype):
+    memories = jnp.clip(draw(30, 20, dtype=dtype) + 0.5, 0, 1)
+    kernel = fit_likelihood(KEY, memories, Mask(0.3))
+    for edges in (kernel.memory_edges, kernel.query_edges):
+        assert edges.dtype == dtype
+        assert (np.diff(edges) >= 0).all()
+        inside = memories[(memories > 0) & (memories < 1)]
+        assert inside.size > 100
+        for atom in (0.0, 1.0):
+            own = bins(jnp.asarray(atom, dtype), edges)
+            assert not (bins(inside, edges) == own).any()
+
+
+def test_likelihood_of_batches_is_a_loop():
+    memories = jnp.clip(draw(2, 10, 8), 0, 1)
+    batch = fit_likelihood(KEY, memories, Mask(0.4), rank=3)
+    for index, key in enumerate(jax.random.split(KEY, 2)):
+        single = fit_likelihood(key, memories[index], Mask(0.4), rank=3)
+        part = jax.tree.map(lambda x, index=index: x[index], batch)
+        jax.tree.map(assert_close, part, single)
+
+
+def test_likelihood_retrieves_what_cosine_cannot():
+    memories = jax.random.uniform(KEY, (60, 40))
+    query = Mask(0.8)(jax.random.key(1), memories)
+
+    def error(similarity, beta):
+        state = retrieve(memories, query, beta=beta, similarity=similarity).state
+        return float(((state - memories) ** 2).sum(-1).mean())
+
+    kernel = fit_likelihood(jax.random.key(2), memories, Mask(0.8))
+    cosine = min(error(Cosine(), beta) for beta in (1.0, 3.0, 10.0, 30.0, 100.0))
+    assert error(Dot(kernel), 1.0) < 0.5 * cosine
+
+
+# U-Hop+.
+
+
+@pytest.mark.parametrize(
+    ("M", "features", "least", "most"),
+    [
+        pytest.param(8, 3, 0.73, 0.7389, id="sphere-8"),
+        pytest.param(24, 3, 0.27, 0.2770, id="sphere-24"),
+        pytest.param(4, 3, 4 / 3 - 1e-4, 4 / 3, id="simplex-4"),
+        pytest.param(10, 16, 10 / 9 - 1e-4, 10 / 9, id="simplex-10"),
+        pytest.param(6, 3, 1 - 1e-4, 1, id="orthoplex-6"),
+        pytest.param(8, 4, 1 - 1e-4, 1, id="orthoplex-8"),
+        pytest.param(
+            5,
+            2,
+            1 - np.cos(2 * np.pi / 5) - 1e-4,
+            1 - np.cos(2 * np.pi / 5),
+            id="pentagon",
+        ),
+    ],
+)
+def test_annealing_finds_optimal_codes(M, features, least, most, standard_promotion):
+    memories = draw(M, 32, dtype=jnp.float32)
+    fitted = fit_annealed(KEY, memories, features=features)
+    reached = smallest_separation(fitted.kernel.memory_features(memories))
+    assert least <= reached <= most + 1e-5
+    assert_close(fitted.delta_min.max(), reached)
+
+
+def test_annealing_is_reproducible_over_sets_and_keeps_the_best(standard_promotion):
+    memories = draw(2, M, D)
+    options = {"features": 3, "steps": 40, "restarts": 3, "t_range": (1.0, 10.0)}
+    fitted = fit_annealed(KEY, memories, learning_rate=2.0, **options)
+    assert fitted.kernel.weights.shape == (2, 3, D)
+    assert fitted.loss.shape == fitted.delta_min.shape == (2, 41)
+    for index in range(2):
+        kernel = LinearKernel(fitted.kernel.weights[index])
+        reached = smallest_separation(kernel.memory_features(memories[index]))
+        assert_close(fitted.delta_min[index].max(), reached)
+        assert reached > fitted.delta_min[index, -1]  # too fast to end at the best
+    same = fit_annealed(KEY, memories, learning_rate=2.0, **options)
+    jax.tree.map(np.testing.assert_array_equal, fitted, same)
+
+
+# Bad input.
+
+GOOD = np.random.default_rng(0).normal(size=(M, D))
+TWICE = GOOD[[0, 1, 2, 1]]
+METHODS = {
+    "fit": lambda memories, **options: fit(
+        memories, optimizer=optax.sgd(0.1), **{"steps": 2, **options}
+    ),
+    "sgd": lambda memories, **options: fit_sgd(
+        memories, **{"rate": 0.1, "steps": 2, **options}
+    ),
+    "annealed": lambda memories, **options: fit_annealed(KEY, memories, **options),
+    "closed form": fit_closed_form,
+    "likelihood": lambda memories, corrupt=Mask(), **options: fit_likelihood(  # noqa: B008
+        KEY, memories, corrupt, **options
+    ),
+}
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+@every_method
+@pytest.mark.parametrize(
+    ("memories", "message"),
+    [
+        (GOOD[:1], "at least two memories of shape"),
+        (GOOD[0], r"shape \(.*, d\)"),
+        (np.where(GOOD == GOOD[1, 2], np.nan, GOOD), "memories must be finite, got 1"),
+        (np.where(GOOD > 0, np.inf, GOOD), "memories must be finite"),
+        (GOOD + 1j, "memories must be real"),
+    ],
+)
+def test_bad_memories_are_refused(untyped, method, memories, message):
+    with pytest.raises(ValueError, match=message):
+        method(jnp.asarray(memories))
+
+
+@pytest.mark.parametrize("name", ["fit", "sgd", "annealed", "closed form"])
+@pytest.mark.parametrize("memories", [TWICE, np.stack([GOOD, TWICE])])
+def test_duplicates_are_refused_by_index(name, memories):
+    with pytest.raises(ValueError, match="memories 1 and 3 are equal"):
+        METHODS[name](jnp.asarray(memories))
+
+
+BAD_OPTIONS = [
+    ("fit sgd", {"kind": "media"}, "'media'; choose one of average, maximum, deep"),
+    ("fit sgd", {"pairs": "some"}, "unknown pairs 'some'; choose one of distinct, all"),
+    ("fit sgd", {"steps": -1}, "steps must be at least 0, got -1"),
+    ("fit sgd", {"steps": 1.5}, "steps must be an integer, got 1.5"),
+    ("fit sgd", {"t": 0.0}, "t must be positive and finite, got 0.0"),
+    ("fit sgd", {"t": -1.0}, "t must be positive and finite, got -1.0"),
+    ("fit sgd", {"snapshots": (0, 3)}, "snapshots must be at most 2, got 3"),
+    ("fit sgd", {"snapshots": (-1,)}, "snapshots must be at least 0, got -1"),
+    ("fit sgd", {"start": identity_start(5)}, "start maps dimension 5, memories .* 6"),
+    (
+        "fit sgd",
+        {"start": LinearKernel(jnp.zeros((2, 3, D)))},
+        "start has 1 axes of memory sets, memories have 0",
+    ),
+    ("sgd", {"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
+    ("sgd", {"momentum": 1.0}, "momentum must be below 1, got 1.0"),
+    ("sgd", {"rate": np.nan}, "rate must be finite"),
+    ("sgd", {"rate": lambda n: np.inf}, "rate must be finite"),
+    ("sgd", {"rate": np.ones(3)}, r"rate has shape \(3,\).* \(2,\)"),
+    ("sgd", {"path": "short"}, "unknown path 'short'; choose one of auto, gram, we"),
+    ("annealed", {"features": 0}, "features must be at least 1, got 0"),
+    ("annealed", {"steps": 0}, "steps must be at least 1, got 0"),
+    ("annealed", {"restarts": 0}, "restarts must be at least 1, got 0"),
+    ("annealed", {"t_range": (0.0, 9.0)}, "t_range must be positive"),
+    ("annealed", {"learning_rate": 0.0}, "learning_rate must be positive"),
+    ("closed form", {"ridge": -0.1}, "ridge must be at least 0, got -0.1"),
+    ("closed form", {"ridge": np.nan}, "ridge must be at least 0, got nan"),
+    ("likelihood", {"copies": 0}, "copies must be at least 1, got 0"),
+    ("likelihood", {"smoothing": 0.0}, "smoothing must be positive"),
+    ("likelihood", {"rank": 0}, "rank must be at least 1, got 0"),
+    ("likelihood", {"rank": 34}, "rank must be at most 33, got 34"),
+    ("likelihood", {"corrupt": 0.5}, "corrupt must be a function.*got 0.5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        pytest.param(METHODS[name], options, message, id=f"{name}-{options}")
+        for names, options, message in BAD_OPTIONS
+        for name in ([names] if names in METHODS else names.split())
+    ],
+)
+def test_bad_options_are_refused(untyped, method, options, message):
+    with pytest.raises(ValueError, match=message):
+        method(jnp.asarray(GOOD), **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((3,), {}, "features must have shape (..., M, D), got (3,)"),
+        ((4, 3), {"kind": "mean"}, "choose one of average, maximum, deep"),
+        ((4, 3), {"pairs": "each"}, "choose one of distinct, all"),
+        ((4, 3), {"t": 0.0}, "t must be positive and finite, got 0.0"),
+        (
+            (4, 3),
+            {"where": np.ones(5, bool)},
+            "where has shape (5,), which does not broadcast to (4,)",
+        ),
+    ],
+)
+def test_bad_losses_are_refused(untyped, shape, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        separation_loss(draw(*shape), **options)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 3)])
+def test_dependent_memories_need_a_ridge(shape):
+    memories = draw(*shape)
+    if shape[0] == 3:
+        memories = memories.at[2].set(memories[0] + memories[1])
+    with pytest.raises(ValueError, match="needs linearly independent memories"):
+        fit_closed_form(memories, ridge=0)
+    assert np.isfinite(fit_closed_form(memories, ridge=0.1).weights).all()
+
+
+def test_bad_starts_are_refused():
+    for call in (
+        lambda: identity_start(0),
+        lambda: gaussian_start(KEY, 0),
+        lambda: gaussian_start(KEY, 3, 0),
+    ):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            call()
+
+
+def test_corruption_wrapped_once_stays():
+    wrapped = Corruption.of(Mask(0.3))
+    assert Corruption.of(wrapped) is wrapped
