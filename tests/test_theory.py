@@ -92,14 +92,13 @@ def test_retrieval_dynamics_never_raise_the_energy(rank):
     alphas = jnp.array([1.0, 1.2, 1.5, 2.0, 3.0])
     projection = jnp.eye(rank, 6)
     for seed in range(10):
+        weights = gaussian(seed + 300, 9, rank) @ projection
         result = uj.trajectory(
             gaussian(seed, 7, 6),
             jnp.broadcast_to(2 * gaussian(seed + 100, 8, 1, 6), (8, 5, 6)),
             beta=jnp.exp(gaussian(seed + 200, 8, 5)),
             separation=uj.Entmax(alphas),
-            similarity=uj.Dot(
-                uj.LinearKernel(gaussian(seed + 300, 9, rank) @ projection)
-            ),
+            similarity=uj.Dot(uj.LinearKernel(weights)),
             steps=6,
         )
         scale = jnp.abs(result.energies).max()
@@ -642,6 +641,8 @@ def test_duplicates_have_radius_zero_and_no_positive_separation():
         assert (slack[jnp.array([1, 3])] < 0).all()
     good = theory.well_separated(memories, beta=100.0, distance=0.1)
     assert not good[jnp.array([1, 3])].any()
+    same = jnp.ones((2, 6))  # maps all balls to the one pattern, and stores none
+    assert not theory.well_separated(same, beta=0.1, distance=0.1).any()
 
 
 def test_bad_input_is_refused_by_name_and_value(untyped):
@@ -729,3 +730,32 @@ def test_a_likelihood_kernel_has_leads_but_no_ball():
             call()
     with pytest.raises(ValueError, match="got LikelihoodKernel"):
         theory.exact_retrieval_distance(kernel, beta=1.0, separation=uj.Sparsemax())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_results_keep_single_precision(dtype):
+    x, model = gaussian(0, 5, 6).astype(dtype), {"beta": 2.0}
+    exact = model | {"separation": uj.Entmax(1.5)}
+    kernel = uj.LinearKernel(gaussian(1, 9, 6).astype(dtype))
+    for similarity in (uj.Dot(), uj.Cosine(kernel), uj.NegativeSquaredL2()):
+        where = {"similarity": similarity, "distance": 0.1}
+        results = [
+            theory.radius(x, similarity=similarity),
+            theory.log_rbf(x, x, similarity=similarity),
+            theory.pattern_separation(x, **where),
+            theory.error_bound(x, **model, similarity=similarity),
+            theory.error_bound(x, **model, **where),
+            theory.exact_retrieval_slack(x, **exact, **where),
+        ]
+        assert {r.dtype for r in results} == {jnp.dtype(jnp.float32)}
+    results = [
+        *theory.exact_retrieval_distance(kernel, **exact),
+        theory.weight_error_bound(x, x[:, :5]),
+        theory.effective_memories(x[:, :5]),
+        *theory.representation(x, jnp.full((5, 5), 0.2, jnp.float32), beta=1.0),
+    ]
+    assert {r.dtype for r in results} == {jnp.dtype(jnp.float32)}
+    if dtype == jnp.float32:
+        orthogonal = jnp.eye(6, dtype=dtype)
+        report = theory.stored(jax.random.key(0), orthogonal, beta=50.0)
+        assert report.stored.all() and report.fraction.dtype == dtype

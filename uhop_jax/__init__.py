@@ -6,7 +6,11 @@ retrieval dynamics and energies, Stage I, calibration.
 """
 
 from uhop_jax.calibration import Calibration, calibrate
+from uhop_jax.closed_form import fit_closed_form
 from uhop_jax.corruption import Mask, Noise, posterior_mean
+from uhop_jax.kernels import Centering, Kernel, LikelihoodKernel, LinearKernel
+from uhop_jax.likelihood import fit_likelihood
+from uhop_jax.losses import separation_loss, smallest_separation
 from uhop_jax.retrieval import (
     Convergence,
     Retrieval,
@@ -29,12 +33,8 @@ from uhop_jax.separation import (
     separation_from_name,
 )
 from uhop_jax.similarity import (
-    Centering,
     Cosine,
     Dot,
-    Kernel,
-    LikelihoodKernel,
-    LinearKernel,
     NegativeL1,
     NegativeL2,
     NegativeSquaredL2,
@@ -45,13 +45,9 @@ from uhop_jax.stage_one import (
     StageOne,
     fit,
     fit_annealed,
-    fit_closed_form,
-    fit_likelihood,
     fit_sgd,
     gaussian_start,
     identity_start,
-    separation_loss,
-    smallest_separation,
 )
 from uhop_jax.storage import load, save
 

@@ -112,3 +112,24 @@ def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:
         raise ValueError(
             f"{name} has shape {x.shape}, which does not broadcast to {shape}"
         ) from None
+
+
+def check_memory_set(memories: Any, *, distinct: bool = True) -> None:
+    """Refuses fewer than two memories, NaN, infinity and, if `distinct`, duplicates."""
+    if memories.ndim < 2 or memories.shape[-2] < 2:
+        raise ValueError(
+            "Stage I needs at least two memories of shape (M, d), got memories of "
+            f"shape {memories.shape}"
+        )
+    check_finite("memories", memories)
+    if distinct and not is_traced(memories):
+        array = np.asarray(memories)
+        for rows in array.reshape(-1, *array.shape[-2:]):
+            seen: dict[bytes, int] = {}
+            for index, row in enumerate(rows):
+                first = seen.setdefault(row.tobytes(), index)
+                if first != index:
+                    raise ValueError(
+                        f"memories {first} and {index} are equal: no kernel separates "
+                        "duplicates, store each pattern once"
+                    )

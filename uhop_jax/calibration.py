@@ -22,21 +22,22 @@ from uhop_jax._checks import (
     check_finite,
     working_dtype,
 )
+from uhop_jax._products import weigh
 from uhop_jax._pytree import frozen_pytree
+from uhop_jax.closed_form import fit_closed_form
 from uhop_jax.corruption import Corruption
+from uhop_jax.kernels import Centering
+from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.retrieval import Retrieval, retrieve
 from uhop_jax.separation import Entmax, Separation, Softmax, Sparsemax
 from uhop_jax.similarity import (
-    Centering,
     Cosine,
     Dot,
     NegativeL1,
     NegativeL2,
     NegativeSquaredL2,
     Similarity,
-    weigh,
 )
-from uhop_jax.stage_one import fit_closed_form, fit_likelihood
 
 SEPARATION_CHOICES: tuple[Separation, ...] = (Softmax(), Entmax(1.5), Sparsemax())
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)

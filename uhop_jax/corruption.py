@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from uhop_jax._checks import as_floating, check_at_least, check_choice, working_dtype
+from uhop_jax._products import contract, weigh
 from uhop_jax._pytree import frozen_pytree
-from uhop_jax.similarity import NegativeSquaredL2, check_patterns, contract, weigh
+from uhop_jax.similarity import NegativeSquaredL2, check_patterns
 
 
 @frozen_pytree

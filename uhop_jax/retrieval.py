@@ -38,13 +38,13 @@ from uhop_jax._checks import (
     wider_dtype,
     working_dtype,
 )
+from uhop_jax._products import weigh
 from uhop_jax.separation import SEPARATIONS, Separation, Softmax
 from uhop_jax.similarity import (
     Dot,
     Similarity,
     check_observed,
     check_patterns,
-    weigh,
 )
 
 

@@ -1,14 +1,11 @@
 r"""Stage I: learn the kernel that pushes the stored patterns apart.
 
-The separation losses look at the features :math:`F = \Xi W^T` only through their Gram
-matrix, so nothing here builds an `(M, M, D)` array. Four ways to a kernel:
-
-- `fit`, any Optax optimiser on `W` (Algorithm 1); `fit_annealed`, the same with a
-  falling temperature and restarts (U-Hop+).
-- `fit_sgd`, gradient descent with any schedule and momentum, run on `M x M` matrices
+- `fit`: any Optax optimiser on `W` (Algorithm 1).
+- `fit_sgd`: gradient descent with any schedule and momentum, run on `M x M` matrices
   where that is cheaper. The same iterates, whatever `d` and `D`.
-- `fit_closed_form`, whitening with a ridge: no iterations.
-- `fit_likelihood`, a log-likelihood learned from self-made corruption.
+- `fit_annealed`: a falling temperature and restarts (U-Hop+).
+
+Without iterations: `uhop_jax.closed_form`, `uhop_jax.likelihood`.
 
 All take one memory set `(M, d)` or a batch `(sets, M, d)`, fitted in one compiled call.
 Start kernels have the scale of the paper's `W ~ N(0, 1)`, under which :math:`K(u, v)`
@@ -16,7 +13,7 @@ is about `d` times the dot product: compare kernels at their own best `beta`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
 
 from uhop_jax._checks import (
     as_floating,
@@ -33,15 +30,14 @@ from uhop_jax._checks import (
     check_choice,
     check_count,
     check_finite,
+    check_memory_set,
     check_positive,
     is_traced,
     working_dtype,
 )
-from uhop_jax.corruption import Corruption
-from uhop_jax.similarity import LikelihoodKernel, LinearKernel, bins, contract
-
-LOSSES = ("average", "maximum", "deep")
-PAIRS = ("distinct", "all")
+from uhop_jax._products import contract, gram_matrix
+from uhop_jax.kernels import LinearKernel
+from uhop_jax.losses import LOSSES, PAIRS, Loss, delta_min_of_gram, loss_of_gram
 
 
 class StageOne(NamedTuple):
@@ -58,70 +54,6 @@ class StageOne(NamedTuple):
     loss: Float[Array, "*sets steps_plus_1"]
     delta_min: Float[Array, "*sets steps_plus_1"]
     snapshots: LinearKernel | None = None
-
-
-def separation_loss(
-    features: Float[Array, "*batch M D"],
-    *,
-    kind: str = "average",
-    t: ArrayLike = 2.0,
-    normalize: bool = True,
-    pairs: str = "distinct",
-    where: Bool[Array, "*batch M"] | None = None,
-) -> Float[Array, "*batch"]:
-    r"""Separation loss of the features of a memory set.
-
-    - `average` [def:max-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(-t \|\Phi(u) -
-      \Phi(v)\|^2)`.
-    - `maximum`: :math:`\max_{u \ne v} -t \|\Phi(u) - \Phi(v)\|^2`.
-    - `deep` [dfn:separation-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u,
-      v)^2 - 1))`.
-
-    Not convex in `W`, contrary to the paper: it is even in `W`, and `W = 0` is its
-    maximum.
-
-    Args:
-      features: one feature vector per row.
-      kind: one of `LOSSES`.
-      t: scale of the Gaussian, positive; the paper's is 2. On the sphere the average
-        loss is that of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
-      normalize: put features on the unit sphere first. Without it the average loss has
-        no minimiser: scaling the features up lowers it for ever.
-      pairs: `distinct` (u != v, the authors' code) or `all` (the paper's expectation).
-      where: true for valid patterns; a set with fewer than two valid has loss zero.
-
-    Returns:
-      One loss for each memory set, in at least float32.
-
-    Raises:
-      ValueError: if an argument is out of range or unknown.
-    """
-    features = as_floating(features, "features")
-    if features.ndim < 2:
-        raise ValueError(f"features must have shape (..., M, D), got {features.shape}")
-    check_choice("separation loss", kind, LOSSES)
-    check_choice("pairs", pairs, PAIRS)
-    check_positive("t", t)
-    if where is not None:
-        where = broadcast_rows("where", where, features.shape[:-1])
-        features = jnp.where(where[..., None], features, 0.0)
-    gram = _gram(features)
-    t = jnp.asarray(t).astype(gram.dtype)
-    return _loss(gram, _Loss(kind, normalize, pairs), t, where)
-
-
-def smallest_separation(
-    features: Float[Array, "*batch M D"],
-) -> Float[Array, "*batch"]:
-    r""":math:`\Delta_{\min} = 1 - \max_{u \ne v} \cos(\Phi(u), \Phi(v))` of U-Hop+.
-
-    Args:
-      features: one feature vector per row, at least two.
-
-    Returns:
-      One value for each memory set; 2 is the largest possible, for two antipodes.
-    """
-    return _delta_min(_gram(as_floating(features, "features")))
 
 
 def gaussian_start(
@@ -269,9 +201,7 @@ def fit_sgd(
             run, memories, start, t, jnp.asarray(marks, int), rates, momentum
         )
     run = functools.partial(_fit_weights, loss, None, steps, len(marks), normalize_rows)
-    return _over_sets(
-        run, memories, start, t, jnp.asarray(marks, int), rates, momentum
-    )
+    return _over_sets(run, memories, start, t, jnp.asarray(marks, int), rates, momentum)
 
 
 def fit_annealed(
@@ -320,7 +250,7 @@ def fit_annealed(
     features = d if features is None else features
     check_count("features", features, 1)
     check_count("steps", steps, 1)
-    _check_memories(memories)
+    check_memory_set(memories)
     ts = jnp.geomspace(*t_range, steps + 1)
 
     def run(memories: Array, keys: Array) -> StageOne:
@@ -332,190 +262,14 @@ def fit_annealed(
     return run(memories.astype(working_dtype(memories)), keys)
 
 
-def fit_closed_form(
-    memories: Float[Array, "*sets M d"], *, ridge: ArrayLike = 1.0
-) -> LinearKernel:
-    r"""Whitening with a ridge: a separating kernel without iterations.
-
-    :math:`A = W^T W = (\Xi^T \Xi / M + \lambda \bar s I)^{-1}`, with `s` the mean
-    eigenvalue of :math:`\Xi^T \Xi / M`. The ridge trades separation for robustness to
-    noise. At zero, for `M <= d` independent memories, :math:`W = G^{-1} \Xi`, under
-    which :math:`K(\xi_\mu, \xi_\nu)` is the identity: the minimiser of the
-    deep-learning loss and the hypothesis of [thm:perfect_kernel].
-
-    Args:
-      memories: stored patterns, one per row.
-      ridge: `lambda >= 0`.
-
-    Returns:
-      A kernel `(d, d)`, or `(M, d)` if the ridge is the number 0.
-
-    Raises:
-      ValueError: if the ridge is negative, or is zero and the memories are dependent.
-    """
-    check_at_least("ridge", ridge, 0)
-    memories = as_floating(memories, "memories")
-    _check_memories(memories)
-    memories = memories.astype(working_dtype(memories))
-    if not is_traced(ridge) and np.ndim(ridge) == 0 and ridge == 0:
-        weights = _interpolation(memories)
-        if not is_traced(weights) and not bool(jnp.isfinite(weights).all()):
-            raise ValueError(
-                f"ridge 0 needs linearly independent memories, got "
-                f"{memories.shape[-2]} dependent ones of dimension "
-                f"{memories.shape[-1]}; use a ridge above 0"
-            )
-        return LinearKernel(weights)
-    return LinearKernel(_whitening(memories, jnp.asarray(ridge, memories.dtype)))
-
-
-def fit_likelihood(
-    key: PRNGKeyArray,
-    memories: Float[Array, "*sets M d"],
-    corrupt: Callable[[PRNGKeyArray, Array], Any],
-    *,
-    copies: int = 4,
-    rank: int | None = None,
-    smoothing: float = 0.5,
-) -> LikelihoodKernel:
-    """Learns how corruption changes component values, as a kernel.
-
-    Counts, over corrupted copies of the memories, how often a stored value of one bin
-    became a query value of another, and factors the table of log-probabilities; see
-    `LikelihoodKernel`. Values met often enough to be atoms (exact zeros, a clamp's
-    ends) have bins of their own.
-
-    Args:
-      key: random key.
-      memories: stored patterns, one per row.
-      corrupt: a corruption, see `uhop_jax.corruption`.
-      copies: corrupted copies of each memory.
-      rank: rank of the table, from 1; None is the full rank, 33.
-      smoothing: added to every count.
-
-    Returns:
-      The kernel, to be used with `Dot`; its natural `beta` is 1.
-
-    Raises:
-      ValueError: if an argument is out of range.
-    """
-    check_count("copies", copies, 1)
-    check_positive("smoothing", smoothing)
-    memories = as_floating(memories, "memories")
-    _check_memories(memories, distinct=False)
-    memories = memories.astype(working_dtype(memories))
-    corruption = Corruption.of(corrupt)
-
-    def run(key: PRNGKeyArray, memories: Array) -> LikelihoodKernel:
-        return _fit_likelihood(key, memories, corruption, smoothing, copies)
-
-    sets = memories.shape[:-2]
-    keys = jax.random.split(key, sets) if sets else key
-    for _ in sets:
-        run = jax.vmap(run)
-    return run(keys, memories).cut(rank)
-
-
-# --------------------------------------------------------------------------------------
-# Losses on the Gram matrix
-# --------------------------------------------------------------------------------------
-
-
-class _Loss(NamedTuple):
-    kind: str
-    normalize: bool
-    pairs: str
-
-
-def _gram(features: Array) -> Array:
-    """`(..., M, M)` inner products of the rows, in at least float32."""
-    return jnp.einsum(
-        "...md,...nd->...mn",
-        features,
-        features,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=working_dtype(features),
-    )
-
-
-def _diagonal(gram: Array) -> Array:
-    return jnp.diagonal(gram, axis1=-2, axis2=-1)
-
-
-def _on_sphere(gram: Array) -> Array:
-    """The Gram matrix of the normalised features; a zero feature has cosine zero."""
-    squared = _diagonal(gram)
-    zero = squared <= 0
-    inverse = jnp.where(zero, 0.0, lax.rsqrt(jnp.where(zero, 1.0, squared)))
-    return gram * inverse[..., :, None] * inverse[..., None, :]
-
-
-def _loss(gram: Array, loss: _Loss, t: Array, where: Array | None = None) -> Array:
-    M = gram.shape[-1]
-    distinct = jnp.broadcast_to(~jnp.eye(M, dtype=bool), gram.shape)
-    counted = jnp.ones_like(distinct) if loss.pairs == "all" else distinct
-    if where is not None:
-        counted = counted & where[..., :, None] & where[..., None, :]
-    if loss.normalize:
-        gram = _on_sphere(gram)
-    if loss.kind == "deep":
-        exponent = 2 * t * (gram * gram - 1)
-    elif loss.normalize:
-        exponent = -2 * t * (1 - gram)
-        exponent = jnp.where(distinct, exponent, 0.0)
-    else:
-        squared = _diagonal(gram)
-        distance = squared[..., :, None] + squared[..., None, :] - 2 * gram
-        exponent = -t * jnp.where(distinct, jnp.maximum(distance, 0.0), 0.0)
-    exponent = jnp.where(counted, exponent, -jnp.inf)
-    if loss.kind == "maximum":
-        exponent = jnp.where(distinct, exponent, -jnp.inf)
-        top = exponent.max((-2, -1))
-        return jnp.where(jnp.isfinite(top), top, 0.0)
-    number = jnp.where((counted & distinct).any((-2, -1)), counted.sum((-2, -1)), 0)
-    top = lax.stop_gradient(exponent.max((-2, -1)))
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    total = jnp.exp(exponent - top[..., None, None]).sum((-2, -1))
-    mean = total / jnp.maximum(number, 1).astype(total.dtype)
-    return jnp.where(number > 0, top + jnp.log(jnp.where(number > 0, mean, 1.0)), 0.0)
-
-
-def _delta_min(gram: Array) -> Array:
-    M = gram.shape[-1]
-    cosines = jnp.where(
-        jnp.broadcast_to(jnp.eye(M, dtype=bool), gram.shape), -jnp.inf, _on_sphere(gram)
-    )
-    return 1 - cosines.max((-2, -1))
-
-
 # --------------------------------------------------------------------------------------
 # Iterations
 # --------------------------------------------------------------------------------------
 
 
-def _check_memories(memories: Any, *, distinct: bool = True) -> None:
-    if memories.ndim < 2 or memories.shape[-2] < 2:
-        raise ValueError(
-            "Stage I needs at least two memories of shape (M, d), got memories of "
-            f"shape {memories.shape}"
-        )
-    check_finite("memories", memories)
-    if distinct and not is_traced(memories):
-        array = np.asarray(memories)
-        for rows in array.reshape(-1, *array.shape[-2:]):
-            seen: dict[bytes, int] = {}
-            for index, row in enumerate(rows):
-                first = seen.setdefault(row.tobytes(), index)
-                if first != index:
-                    raise ValueError(
-                        f"memories {first} and {index} are equal: no kernel separates "
-                        "duplicates, store each pattern once"
-                    )
-
-
 def _stage_one_arguments(
     memories, steps, start, kind, t, normalize, pairs, snapshots
-) -> tuple[_Loss, Array, LinearKernel, Array, tuple[int, ...]]:
+) -> tuple[Loss, Array, LinearKernel, Array, tuple[int, ...]]:
     check_choice("separation loss", kind, LOSSES)
     check_choice("pairs", pairs, PAIRS)
     check_count("steps", steps, 0)
@@ -524,7 +278,7 @@ def _stage_one_arguments(
     for mark in marks:
         check_count("snapshots", mark, 0, steps)
     memories = as_floating(memories, "memories")
-    _check_memories(memories)
+    check_memory_set(memories)
     memories = memories.astype(working_dtype(memories))
     d = memories.shape[-1]
     if start is None:
@@ -538,7 +292,7 @@ def _stage_one_arguments(
         )
     start = jax.tree.map(lambda x: x.astype(memories.dtype), start)
     t = jnp.asarray(t).astype(memories.dtype)
-    return _Loss(kind, normalize, pairs), memories, start, t, marks
+    return Loss(kind, normalize, pairs), memories, start, t, marks
 
 
 def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
@@ -559,7 +313,7 @@ def _over_sets(run, memories: Array, start: LinearKernel, *rest: Any) -> StageOn
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _fit_weights(
-    loss: _Loss,
+    loss: Loss,
     optimizer: optax.GradientTransformation | None,
     steps: int,
     kept: int,
@@ -580,8 +334,8 @@ def _fit_weights(
         memories = memories - start.center[None]
 
     def objective(weights: Array) -> tuple[Array, Array]:
-        gram = _gram(contract(memories, weights))
-        return _loss(gram, loss, t), _delta_min(gram)
+        gram = gram_matrix(contract(memories, weights))
+        return loss_of_gram(gram, loss, t), delta_min_of_gram(gram)
 
     def body(carry, step):
         weights, state, slots = carry
@@ -600,7 +354,7 @@ def _fit_weights(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _fit_gram(
-    loss: _Loss,
+    loss: Loss,
     steps: int,
     kept: int,
     normalize_rows: bool,
@@ -618,13 +372,13 @@ def _fit_gram(
     `S` the symmetric part of :math:`dL/dQ`.
     """
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    G = _gram(memories)
+    G = gram_matrix(memories)
     features = contract(memories, start.weights)
-    Q0 = _gram(features)
+    Q0 = gram_matrix(features)
     identity = jnp.eye(G.shape[0], dtype=G.dtype)
 
     def objective(Q: Array) -> tuple[Array, Array]:
-        return _loss(Q, loss, t), _delta_min(Q)
+        return loss_of_gram(Q, loss, t), delta_min_of_gram(Q)
 
     def gram_of(B: Array) -> tuple[Array, Array]:
         P = identity - product(B, G)
@@ -693,7 +447,7 @@ def _unit_rows(weights: Array) -> Array:
 def _fit_annealed(
     memories: Array, starts: LinearKernel, ts: Array, learning_rate: ArrayLike
 ) -> StageOne:
-    loss = _Loss("average", True, "distinct")
+    loss = Loss("average", True, "distinct")
     steps = ts.shape[0] - 1
     optimizer = optax.adam(1.0)
     ts = ts.astype(memories.dtype)
@@ -701,8 +455,8 @@ def _fit_annealed(
     rates = learning_rate * fall
 
     def objective(weights: Array, t: Array) -> tuple[Array, Array]:
-        gram = _gram(contract(memories, weights))
-        return _loss(gram, loss, t), _delta_min(gram)
+        gram = gram_matrix(contract(memories, weights))
+        return loss_of_gram(gram, loss, t), delta_min_of_gram(gram)
 
     def run(weights: Array):
         def body(carry, inputs):
@@ -739,92 +493,3 @@ def _fit_annealed(
     best, losses, deltas = jax.vmap(run)(starts.weights.astype(memories.dtype))
     winner = jnp.argmax(deltas.max(-1))
     return StageOne(LinearKernel(best[winner]), losses[winner], deltas[winner])
-
-
-# --------------------------------------------------------------------------------------
-# Without iterations
-# --------------------------------------------------------------------------------------
-
-
-@jax.jit
-def _interpolation(memories: Array) -> Array:
-    """`G^-1 Xi`; NaN where the memories are dependent to rounding."""
-    gram = _gram(memories)
-    values, vectors = jnp.linalg.eigh(gram)
-    limit = values[..., -1:] * values.shape[-1] * float(jnp.finfo(values.dtype).eps)
-    values = jnp.where(values > limit, values, jnp.nan)
-    inner = jnp.einsum("...mk,...md->...kd", vectors, memories, precision="highest")
-    return jnp.einsum(
-        "...mk,...kd->...md", vectors, inner / values[..., None], precision="highest"
-    )
-
-
-@jax.jit
-def _whitening(memories: Array, ridge: Array) -> Array:
-    r"""`A^(1/2)`, through the smaller of :math:`\Xi \Xi^T` and :math:`\Xi^T \Xi`."""
-    M, d = memories.shape[-2:]
-    einsum = functools.partial(jnp.einsum, precision="highest")
-    squares = (memories * memories).sum((-2, -1)) / (M * d)
-    floor = (ridge * squares)[..., None]
-    if M >= d:
-        covariance = einsum("...md,...me->...de", memories, memories) / M
-        values, vectors = jnp.linalg.eigh(covariance)
-        scale = lax.rsqrt(jnp.maximum(values, 0.0) + floor)
-        return einsum("...dk,...k,...ek->...de", vectors, scale, vectors)
-    values, vectors = jnp.linalg.eigh(_gram(memories) / M)
-    root, base = jnp.sqrt(jnp.maximum(values, 0.0) + floor), jnp.sqrt(floor)
-    # (1/root - 1/base) in the span of the memories, written without its cancellation.
-    change = -1 / (M * root * base * (root + base))
-    inner = einsum("...mk,...md->...kd", vectors, memories)
-    low_rank = einsum("...kd,...k,...ke->...de", inner, change, inner)
-    identity = jnp.broadcast_to(jnp.eye(d, dtype=memories.dtype), low_rank.shape)
-    return identity / base[..., None] + low_rank
-
-
-_BINS = 33
-_LEVELS = 8
-
-
-@functools.partial(jax.jit, static_argnames="copies")
-def _fit_likelihood(
-    key: PRNGKeyArray,
-    memories: Array,
-    corruption: Corruption,
-    smoothing: ArrayLike,
-    copies: int,
-) -> LikelihoodKernel:
-    keys = jax.random.split(key, copies)
-    queries = jax.vmap(lambda key: corruption(key, memories)[0])(keys)
-    memory_edges, query_edges = _edges(memories), _edges(queries)
-    stored = jnp.broadcast_to(bins(memories, memory_edges), queries.shape)
-    pairs = stored * _BINS + bins(queries, query_edges)
-    counts = jnp.bincount(pairs.ravel(), length=_BINS * _BINS).reshape(_BINS, _BINS)
-    counts = counts.astype(memories.dtype) + smoothing
-    table = jnp.log(counts / counts.sum(1, keepdims=True))
-    u, s, vt = jnp.linalg.svd(table - table.mean(0, keepdims=True))
-    s = s[None, :]
-    return LikelihoodKernel(u * s, vt.T, memory_edges, query_edges, memories.shape[-1])
-
-
-def _edges(values: Array) -> Array:
-    """Edges of `_BINS` bins: an even grid over the range, and a bin for each atom.
-
-    A value as frequent as `1 / _LEVELS` is a quantile, and has edges at itself and at
-    the next number; so have both ends of the range, where clamping puts atoms.
-    """
-    values = values.ravel()
-    values = jnp.sort(values[:: max(1, values.size // 200_000)])
-    last = values.size - 1
-
-    def quantile(q: Array | list[float]) -> Array:
-        return values[jnp.round(jnp.asarray(q) * last).astype(jnp.int32)]
-
-    quantiles = quantile(jnp.linspace(0, 1, _LEVELS))
-    low, high = quantile([1e-3, 1 - 1e-3])
-    # Smaller numbers than `tiny` compare as zeros.
-    tiny = float(jnp.finfo(values.dtype).tiny)
-    above = jnp.nextafter(quantiles, jnp.inf)
-    above = jnp.where(jnp.abs(quantiles) < tiny, tiny, above)
-    atoms = jnp.concatenate([quantiles, above])
-    grid = jnp.linspace(low, high, _BINS - 1 - atoms.size)
-    return jnp.sort(jnp.concatenate([grid, atoms]).astype(values.dtype))

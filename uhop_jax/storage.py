@@ -14,11 +14,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from uhop_jax import calibration, corruption, separation, similarity
+from uhop_jax import calibration, corruption, kernels, separation, similarity
 
 _TYPES: dict[str, type] = {
     cls.__name__: cls
-    for module in (similarity, separation, calibration, corruption)
+    for module in (kernels, similarity, separation, calibration, corruption)
     for cls in vars(module).values()
     if isinstance(cls, type)
     and dataclasses.is_dataclass(cls)

@@ -32,14 +32,12 @@ from uhop_jax._checks import (
     wider_dtype,
     working_dtype,
 )
+from uhop_jax.kernels import Centering, Kernel, LinearKernel
 from uhop_jax.retrieval import converge
 from uhop_jax.separation import Separation, Softmax
 from uhop_jax.similarity import (
-    Centering,
     Cosine,
     Dot,
-    Kernel,
-    LinearKernel,
     NegativeSquaredL2,
     Similarity,
     check_patterns,
@@ -320,14 +318,15 @@ def well_separated(
     the ball of radius `r`, and the largest distance `s` of another memory: if :math:`s
     q \le r` an update maps the ball into itself, and if :math:`\beta s^2 q < 1` it
     contracts it (its Jacobian is :math:`\beta` times the covariance of the memories
-    under the weights). If both hold, every state of the ball converges to one fixed
-    point, within :math:`s q` of the memory (Banach). Sufficient, not necessary, and so
-    a lower bound on capacity.
+    under the weights). If both hold, and :math:`\Delta_\mu(r) > 0`, every state of the
+    ball converges to one fixed point, within :math:`s q` of the memory (Banach).
+    Sufficient, not necessary, and so a lower bound on capacity.
 
     This is the well-separation of U-Hop+ (Hu et al. 2024), :math:`\Delta_{\min} \ge
     \log(2 (M - 1)/R)/\beta`, with what a whole ball takes: theirs bounds the error of
-    the update of the memory itself alone. On the unit sphere no :math:`\beta` is enough
-    for `r` = :math:`R_\Phi`, where the balls touch and :math:`\Delta_\mu(R_\Phi) = 0`.
+    the update of the memory itself alone. For features of equal norm no :math:`\beta`
+    is enough for `r` = :math:`R_\Phi`: there the balls of the two closest memories
+    touch, and :math:`\Delta_\mu(R_\Phi) = 0`.
 
     Args:
       memories: stored patterns, or their features.
@@ -345,9 +344,11 @@ def well_separated(
     beta = _scalar("beta", beta, memories.dtype)
     distance = _scalar("distance", distance, memories.dtype)
     geometry = _geometry(memories, Dot())
-    strayed = (memories.shape[0] - 1) * jnp.exp(-beta * _separation(geometry, distance))
+    lead = _separation(geometry, distance)
+    strayed = (memories.shape[0] - 1) * jnp.exp(-beta * lead)
     spread = geometry.distances.max(-1)
-    return (spread * strayed <= distance) & (beta * spread**2 * strayed < 1)
+    contracts = beta * spread**2 * strayed < 1
+    return (lead > 0) & (spread * strayed <= distance) & contracts
 
 
 class Stored(NamedTuple):
@@ -384,8 +385,8 @@ def stored(
     closed ones of the two closest memories always meet. Where two memories coincide, up
     to rounding, no ball has a point, and none is stored.
 
-    With `Dot` and a large `beta`, of the two closest memories the one of smaller
-    feature norm is never stored: part of its ball is nearer, by overlap, to the other.
+    With `Dot` and a large enough `beta`, of the two closest memories the one of smaller
+    feature norm is never stored: part of its ball overlaps more with the other.
 
     Args:
       key: random key.
@@ -467,11 +468,8 @@ def capacity(
     index = jnp.arange(patterns.shape[0])
     counts = [int(run(index < size).stored.sum()) for size in sizes]
     full = [size for size, count in zip(sizes, counts, strict=True) if count == size]
-    sizes_array = jnp.asarray(sizes)
-    share = jnp.asarray(counts).astype(patterns.dtype) / sizes_array.astype(
-        patterns.dtype
-    )
-    return Capacity(max(full, default=0), sizes_array, share)
+    share = jnp.asarray(np.divide(counts, sizes)).astype(patterns.dtype)
+    return Capacity(max(full, default=0), jnp.asarray(sizes), share)
 
 
 def spherical_code_bounds(size: int, dimension: int) -> tuple[float, float]:
@@ -852,11 +850,13 @@ def _stored(
 def _sample_ball(key, centre, radius, image, samples, on_sphere) -> Array:
     """Points `(samples, D)` within `radius` of `centre`, in the image of the kernel."""
     key, radius_key = jax.random.split(key)
-    image = jnp.eye(centre.shape[0], dtype=centre.dtype) if image is None else image
-    image = image.astype(centre.dtype)
-    rank = (image != 0).any(0).sum().astype(centre.dtype)
-    toward = jax.random.normal(key, (samples, image.shape[1]), centre.dtype)
-    toward = jnp.matmul(toward, image.T, precision=lax.Precision.HIGHEST)
+    axes = centre.shape[0] if image is None else image.shape[1]
+    rank = jnp.asarray(axes).astype(centre.dtype)
+    toward = jax.random.normal(key, (samples, axes), centre.dtype)
+    if image is not None:
+        image = image.astype(centre.dtype)
+        rank = (image != 0).any(0).sum().astype(centre.dtype)
+        toward = jnp.matmul(toward, image.T, precision=lax.Precision.HIGHEST)
     if on_sphere:
         toward = toward - (toward * centre[None]).sum(-1, keepdims=True) * centre[None]
         rank = jnp.maximum(rank - 1, 1.0)

@@ -22,17 +22,17 @@ from uhop_jax._checks import (
 from uhop_jax.calibration import beta_grid, calibrate, corrupted_copies, sweep_errors
 from uhop_jax.corruption import Corruption, Mask, Noise, posterior_mean
 from uhop_jax.experiments import records
+from uhop_jax.kernels import Kernel, LinearKernel
+from uhop_jax.losses import LOSSES
 from uhop_jax.retrieval import Retrieval, retrieve
 from uhop_jax.separation import Separation, Softmax, Sparsemax, TopK
 from uhop_jax.similarity import (
     Cosine,
     Dot,
-    Kernel,
-    LinearKernel,
     NegativeSquaredL2,
     Similarity,
 )
-from uhop_jax.stage_one import LOSSES, fit_sgd, gaussian_start, identity_start
+from uhop_jax.stage_one import fit_sgd, gaussian_start, identity_start
 
 EXACT = 0.01  # a pattern is recalled exactly if no component is further off
 

@@ -1,0 +1,771 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close, every_dtype
+from test_separation import naive_weights
+from test_similarity import (
+    LIKELIHOOD,
+    naive_compare,
+    naive_features,
+    naive_overlaps,
+    unit,
+)
+
+from uhop_jax import (
+    Centering,
+    Cosine,
+    Dot,
+    Entmax,
+    LikelihoodKernel,
+    LinearKernel,
+    NegativeL1,
+    NegativeL2,
+    NegativeSquaredL2,
+    Polynomial,
+    Softmax,
+    Softmax1,
+    Sparsemax,
+    TopK,
+    converge,
+    energy,
+    has_energy,
+    retrieve,
+    trajectory,
+)
+
+COUNT, DIMENSION = 6, 5
+
+
+def normal(*shape, seed=0, dtype=jnp.float64):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+SQUARE = LinearKernel(normal(DIMENSION, DIMENSION, seed=1))
+WIDE = LinearKernel(normal(7, DIMENSION, seed=2), normal(DIMENSION, seed=3))
+CENTERING = Centering(normal(DIMENSION, seed=4))
+PLAIN = [Dot(), Cosine(), NegativeSquaredL2(), NegativeL2(), NegativeL1()]
+WITH_KERNEL = [Dot(SQUARE), Cosine(WIDE), NegativeSquaredL2(CENTERING)]
+ITERABLE = PLAIN + WITH_KERNEL
+SEPARATIONS = [
+    Softmax(),
+    Softmax1(),
+    Sparsemax(),
+    Entmax(1.0),
+    Entmax(1.5),
+    Polynomial(10),
+    Polynomial(3),
+    TopK(1),
+    TopK(3),
+]
+
+
+def label(x):
+    kernel = getattr(x, "kernel", None)
+    return repr(x) if kernel is None else f"{type(x).__name__}-{type(kernel).__name__}"
+
+
+def each(name, members):
+    return pytest.mark.parametrize(name, members, ids=label)
+
+
+def with_kernel(similarity, kernel):
+    return type(similarity)(kernel)
+
+
+def naive_retrieve(
+    memories,
+    query,
+    *,
+    beta,
+    separation,
+    similarity,
+    steps,
+    values=None,
+    mask=None,
+    observed=None,
+):
+    """State and weights of one query, by the definition."""
+    memories = np.asarray(memories, np.float64)
+    valid = np.ones(len(memories), bool) if mask is None else np.asarray(mask)
+    values = memories if values is None else np.asarray(values, np.float64)
+
+    def weigh(z):
+        return naive_weights(separation, np.where(valid, beta * z, -np.inf))
+
+    if isinstance(similarity.kernel, LikelihoodKernel):
+        p = weigh(naive_overlaps(similarity, memories, query, observed))
+        return p @ values, p
+    keys, state = naive_features(similarity, memories, query, observed)
+    for step in range(steps):
+        p = weigh(naive_compare(similarity, keys, state))
+        state = p @ np.where(valid[:, None], keys, 0)
+        if isinstance(similarity, Cosine):
+            state = unit(state)
+        if step == steps - 1:
+            return p @ np.where(valid[:, None], values, 0), p
+
+
+def assert_rows_equal_naive(result, memories, query, **arguments):
+    """`arguments` are those of one row where they are lists."""
+    rows = {k: v for k, v in arguments.items() if isinstance(v, list)}
+    shared = {k: v for k, v in arguments.items() if k not in rows}
+    states = result.state.reshape(-1, result.state.shape[-1])
+    weights = result.weights.reshape(-1, result.weights.shape[-1])
+    for i, row in enumerate(query.reshape(-1, query.shape[-1])):
+        own = {k: v[i] for k, v in rows.items()}
+        state, p = naive_retrieve(memories, row, **shared, **own)
+        assert_close(weights[i], p)
+        assert_close(states[i], state)
+
+
+@each("similarity", PLAIN)
+@each("separation", SEPARATIONS)
+def test_three_updates_equal_the_naive_ones(similarity, separation):
+    memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
+    arguments = dict(beta=1.5, separation=separation, similarity=similarity, steps=3)
+    result = retrieve(memories, query, **arguments)
+    assert_rows_equal_naive(result, memories, query, **arguments)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    ("similarity", "separation"),
+    [(s, Softmax()) for s in ITERABLE] + [(Dot(), s) for s in SEPARATIONS[1:]],
+    ids=label,
+)
+def test_one_and_two_updates_equal_the_naive_ones(similarity, separation, steps):
+    memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
+    arguments = dict(
+        beta=1.5, separation=separation, similarity=similarity, steps=steps
+    )
+    result = retrieve(memories, query, **arguments)
+    assert_rows_equal_naive(result, memories, query, **arguments)
+
+
+@each("similarity", [*ITERABLE, Dot(LIKELIHOOD)])
+def test_all_options_at_once_equal_the_naive_loop(similarity):
+    rng = np.random.default_rng(6)
+    rows = (2, 3)
+    memories, query = normal(COUNT, DIMENSION), normal(*rows, DIMENSION, seed=5)
+    values = normal(COUNT, 2, seed=7)
+    mask = jnp.asarray(rng.random((*rows, COUNT)) < 0.7).at[0, 0].set(False)
+    observed = jnp.asarray(rng.random((*rows, DIMENSION)) < 0.7).at[0, 1].set(False)
+    beta, alpha = rng.uniform(0.5, 2, rows), rng.uniform(1, 2, (2, 1))
+    steps = 1 if similarity == Dot(LIKELIHOOD) else 3
+    result = retrieve(
+        memories.at[3].set(jnp.where(mask[..., 3].any(), memories[3], jnp.nan)),
+        jnp.where(observed, query, jnp.nan),
+        beta=beta,
+        separation=Entmax(alpha),
+        similarity=similarity,
+        steps=steps,
+        values=values,
+        mask=mask,
+        observed=observed,
+    )
+    assert (result.state[0, 0] == 0).all()
+    assert_rows_equal_naive(
+        result,
+        memories,
+        query,
+        beta=list(beta.flatten()),
+        separation=[Entmax(a) for a in np.repeat(alpha, 3)],
+        similarity=similarity,
+        steps=steps,
+        values=values,
+        mask=list(mask.reshape(6, -1)),
+        observed=list(observed.reshape(6, -1)),
+    )
+
+
+STACKED = [
+    Dot(),
+    Cosine(SQUARE),
+    Dot(LinearKernel(normal(3, 4, DIMENSION), normal(3, DIMENSION))),
+    Cosine(LinearKernel(normal(3, 4, DIMENSION))),
+    NegativeSquaredL2(Centering(normal(3, DIMENSION))),
+    Dot(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1, 2 * leaf]), LIKELIHOOD)),
+]
+
+
+@each("similarity", STACKED)
+@pytest.mark.parametrize("restricted", [False, True])
+def test_memory_sets_equal_a_loop_over_sets(similarity, restricted):
+    memories = normal(3, COUNT, DIMENSION)
+    query = normal(3, 2, DIMENSION, seed=5)
+    observed = query < 0.5 if restricted else None
+    beta, mask = jnp.asarray([[0.5], [1.0], [2.0]]), memories[:, None, :, 0] < 0.8
+    options = dict(
+        steps=1 if similarity is STACKED[-1] else 2, values=memories[..., :2]
+    )
+    result = retrieve(
+        memories,
+        query,
+        beta=beta,
+        similarity=similarity,
+        mask=mask,
+        observed=observed,
+        **options,
+    )
+    stacked = similarity.kernel is not None and similarity.kernel.set_axes
+    for i in range(3):
+        kernel = similarity.kernel
+        if stacked:
+            kernel = jax.tree.map(lambda leaf, i=i: leaf[i], kernel)
+        own = {"values": memories[i, :, :2], "steps": options["steps"]}
+        alone = retrieve(
+            memories[i],
+            query[i],
+            beta=beta[i],
+            similarity=with_kernel(similarity, kernel),
+            mask=mask[i],
+            observed=None if observed is None else observed[i],
+            **own,
+        )
+        assert_close(result.state[i], alone.state)
+        assert_close(result.weights[i], alone.weights)
+
+
+def test_fifty_memory_sets_in_one_call():
+    memories, query = normal(50, COUNT, DIMENSION), normal(50, DIMENSION, seed=5)
+    options = dict(beta=2.0, separation=Entmax(1.5), steps=2)
+    together = retrieve(memories, query, **options).state
+    alone = [
+        retrieve(m, q, **options).state for m, q in zip(memories, query, strict=True)
+    ]
+    assert_close(together, alone)
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (4,), (2, 3), (1, 2, 3), (0,)])
+def test_any_leading_axes(rows):
+    memories, query = normal(COUNT, DIMENSION), normal(*rows, DIMENSION, seed=5)
+    result = retrieve(memories, query, beta=2.0, steps=2)
+    assert result.state.shape == query.shape
+    assert result.weights.shape == (*rows, COUNT)
+    flat = query.reshape(-1, DIMENSION)
+    loop = [retrieve(memories, row, beta=2.0, steps=2).state for row in flat]
+    assert_close(result.state.reshape(-1, DIMENSION), np.reshape(loop, (-1, DIMENSION)))
+    shared = retrieve(memories[None], query, beta=2.0, steps=2)
+    np.testing.assert_array_equal(shared.state, result.state)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (1, 3), (2, 3)])
+def test_beta_and_alpha_broadcast_against_the_rows(shape):
+    memories, query = normal(COUNT, DIMENSION), normal(2, 3, DIMENSION, seed=5)
+    rng = np.random.default_rng(0)
+    beta, alpha = rng.uniform(0.5, 2, shape), rng.uniform(1, 2, shape)
+    result = retrieve(memories, query, beta=beta, separation=Entmax(alpha))
+    for i, j in itertools.product(range(2), range(3)):
+        own_beta = np.broadcast_to(beta, (2, 3))[i, j]
+        own_alpha = np.broadcast_to(alpha, (2, 3))[i, j]
+        alone = retrieve(
+            memories, query[i, j], beta=own_beta, separation=Entmax(own_alpha)
+        )
+        assert_close(result.state[i, j], alone.state)
+
+
+@pytest.mark.parametrize("shape", [(COUNT,), (1, 1, COUNT), (2, 1, COUNT)])
+def test_masks_broadcast(shape):
+    memories, query = normal(COUNT, DIMENSION), normal(2, 3, DIMENSION, seed=5)
+    mask = jnp.asarray(np.random.default_rng(1).random(shape) < 0.6)
+    result = retrieve(memories, query, beta=2.0, mask=mask)
+    full = retrieve(
+        memories, query, beta=2.0, mask=jnp.broadcast_to(mask, (2, 3, COUNT))
+    )
+    assert_close(result.state, full.state)
+    assert (jnp.where(mask, 0.0, result.weights) == 0).all()
+
+
+@each("similarity", [*ITERABLE, Dot(LIKELIHOOD)])
+def test_masked_memories_never_show(similarity):
+    memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
+    values = normal(COUNT, 2, seed=6)
+    valid = jnp.arange(COUNT) != 2
+    mask = jnp.stack([valid, valid & (jnp.arange(COUNT) < 4), jnp.zeros(COUNT, bool)])
+    steps = 1 if similarity == Dot(LIKELIHOOD) else 2
+
+    def run(memories, query, values):
+        return retrieve(
+            memories,
+            query,
+            beta=2.0,
+            similarity=similarity,
+            steps=steps,
+            values=values,
+            mask=mask,
+        ).state
+
+    @jax.jit
+    def both(*arguments):
+        state, pull_back = jax.vjp(run, *arguments)
+        return state, pull_back(jnp.ones_like(state))
+
+    clean_state, clean = both(memories, query, values)
+    state, gradients = both(
+        memories.at[2].set(jnp.nan), query, values.at[2].set(jnp.inf)
+    )
+    np.testing.assert_array_equal(state, clean_state)
+    assert (state[2] == 0).all()
+    for actual, expected in zip(gradients, clean, strict=True):
+        assert_close(actual, expected)
+    by_memory, by_query, by_value = gradients
+    assert (by_memory[2] == 0).all() and (by_value[2] == 0).all()
+    assert (by_query[2] == 0).all()
+    outside = run(memories.at[2].set(jnp.nan), query, values)
+    np.testing.assert_array_equal(outside, clean_state)
+
+
+def test_nan_in_a_valid_memory_is_refused_or_shows():
+    memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
+    broken = memories.at[2, 1].set(jnp.nan)
+    mask = jnp.ones((3, COUNT), bool).at[0, 2].set(False)
+    with pytest.raises(ValueError, match="memories must be finite, got 1 NaN"):
+        retrieve(broken, query, beta=2.0, mask=mask)
+    state = jax.jit(lambda m: retrieve(m, query, beta=2.0, mask=mask).state)(broken)
+    assert jnp.isfinite(state[0]).all()
+    assert jnp.isnan(state[1:]).all()
+
+
+def test_arguments_may_be_constants_of_a_jitted_function():
+    memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
+    mask = jnp.arange(COUNT) < 4
+    expected = retrieve(memories, query, beta=2.0, mask=mask).state
+
+    def run(query):
+        return retrieve(memories, query, beta=2.0, mask=mask).state
+
+    np.testing.assert_array_equal(jax.jit(run)(query), expected)
+    np.testing.assert_array_equal(jax.jit(lambda: run(query))(), expected)
+    broken = memories.at[0].set(jnp.nan)
+    with pytest.raises(ValueError, match="memories must be finite"):
+        jax.jit(lambda query: retrieve(broken, query, beta=2.0).state)(query)
+
+
+@each("separation", [Softmax(), Entmax(1.5)])
+def test_converge_row_by_row(separation):
+    memories, query = normal(COUNT, DIMENSION), normal(4, DIMENSION, seed=5)
+    beta = jnp.asarray([0.1, 0.5, 2.0, 20.0])
+    options = dict(separation=separation, max_steps=1000)
+    together = converge(memories, query, beta=beta, **options)
+    assert together.converged.all()
+    assert len(set(together.steps.tolist())) > 1
+    for i in range(4):
+        alone = converge(memories, query[i], beta=beta[i], **options)
+        assert alone.steps == together.steps[i]
+        assert_close(alone.state, together.state[i])
+        again = retrieve(
+            memories, together.state[i], beta=beta[i], separation=separation
+        )
+        assert_close(again.state, together.state[i])
+    at_state = energy(memories, together.state, beta=beta, separation=separation)
+    assert_close(together.energy, at_state)
+    assert_close(together.weights @ memories, together.state)
+
+
+@pytest.mark.parametrize("cap", [1, 2, 5])
+def test_converge_stops_at_the_cap(cap):
+    memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
+    result = converge(memories, query, beta=0.5, max_steps=cap)
+    np.testing.assert_array_equal(result.steps, cap)
+    assert not result.converged.any()
+    assert_close(result.state, retrieve(memories, query, beta=0.5, steps=cap).state)
+
+
+def test_a_looser_tolerance_stops_earlier():
+    memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
+    tight = converge(memories, query, beta=0.5)
+    loose = converge(memories, query, beta=0.5, tolerance=1e-3)
+    assert loose.converged.all()
+    assert (loose.steps < tight.steps).all()
+    assert_close(loose.state, tight.state, floor=1e-2)
+
+
+CONVERGING = [
+    *[(similarity, Softmax()) for similarity in ITERABLE],
+    (Dot(), Entmax(1.3)),
+    (Cosine(), Entmax(1.3)),
+]
+
+
+@pytest.mark.parametrize(("similarity", "separation"), CONVERGING, ids=label)
+def test_implicit_gradient_equals_the_unrolled_one(similarity, separation):
+    memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
+    beta = 0.2
+
+    def loss(state):
+        return (jnp.arange(1.0, 11.0).reshape(2, DIMENSION) * state).sum()
+
+    def implicit(memories, beta, similarity, separation, query):
+        result = converge(
+            memories,
+            query,
+            beta=beta,
+            separation=separation,
+            similarity=similarity,
+            max_steps=2000,
+        )
+        return loss(result.state), result.converged
+
+    def unrolled(memories, beta, similarity, separation, query):
+        return loss(
+            retrieve(
+                memories,
+                query,
+                beta=beta,
+                separation=separation,
+                similarity=similarity,
+                steps=300,
+            ).state
+        )
+
+    arguments = (memories, beta, similarity, separation, query)
+    everything = (0, 1, 2, 3, 4)
+    actual, converged = jax.jit(jax.grad(implicit, everything, has_aux=True))(
+        *arguments
+    )
+    expected = jax.jit(jax.grad(unrolled, everything))(*arguments)
+    assert converged.all()
+    np.testing.assert_array_equal(actual[-1], 0)
+    np.testing.assert_allclose(expected[-1], 0, atol=1e-9)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        scale = float(jnp.abs(e).max())
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6 * max(scale, 1.0))
+
+
+def test_implicit_gradient_under_vmap_and_forwards():
+    memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
+
+    def state(beta, query):
+        return converge(memories, query, beta=beta, max_steps=1000).state
+
+    betas = jnp.asarray([0.3, 0.6])
+    reverse = jax.jit(jax.vmap(jax.jacrev(state)))(betas, query)
+    forward = jax.jit(jax.vmap(jax.jacfwd(state)))(betas, query)
+    single = jax.jit(jax.jacrev(state))
+    alone = [single(b, q) for b, q in zip(betas, query, strict=True)]
+    assert_close(reverse, alone, floor=1e-8)
+    assert_close(forward, alone, floor=1e-8)
+
+
+def temporary_bytes(function):
+    memories, query = normal(40, DIMENSION), normal(3, DIMENSION, seed=5)
+    gradient = jax.jit(jax.grad(lambda m: function(m, query).state.sum()))
+    return gradient.lower(memories).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_gradient_at_a_fixed_point_needs_no_memory_per_step():
+    implicit, unrolled = (
+        [
+            temporary_bytes(functools.partial(f, beta=2.0, **{name: n}))
+            for n in (64, 1024)
+        ]
+        for f, name in ((converge, "max_steps"), (retrieve, "steps"))
+    )
+    assert implicit[0] == implicit[1]
+    assert unrolled[1] > 8 * unrolled[0]
+
+
+@each("similarity", ITERABLE)
+def test_trajectory_is_that_of_retrieve(similarity):
+    memories = jnp.asarray(unit(normal(COUNT, DIMENSION)))
+    query = normal(2, DIMENSION, seed=5)
+    options = dict(beta=1.5, similarity=similarity)
+    states, energies = trajectory(memories, query, steps=3, **options)
+    assert states.shape == (2, 4, DIMENSION)
+    np.testing.assert_array_equal(states[:, 0], query)
+    for steps in (1, 3):
+        expected = retrieve(memories, query, steps=steps, **options).state
+        assert_close(states[:, steps], expected)
+    if not has_energy(Softmax(), similarity):
+        assert energies is None
+        return
+    assert energies.shape == (2, 4)
+    first = energy(memories, query, **options)
+    assert_close(energies[:, 0], first)
+    if not isinstance(similarity, Cosine) or similarity.kernel is None:
+        assert_close(energies, energy(memories, states, **options))
+
+
+ENERGETIC = [
+    (similarity, separation)
+    for similarity in (
+        Dot(),
+        Cosine(),
+        NegativeSquaredL2(),
+        Dot(LinearKernel(normal(6, 4, seed=1))),
+        Cosine(LinearKernel(normal(6, 4, seed=1))),
+        NegativeSquaredL2(LinearKernel(normal(6, 4, seed=1))),
+    )
+    for separation in (Entmax(), TopK(3), Softmax1())
+    if isinstance(separation, Entmax)
+    or (similarity.kernel is None and has_energy(separation, similarity))
+]
+
+
+@pytest.mark.parametrize(("similarity", "separation"), ENERGETIC, ids=label)
+def test_an_update_never_raises_the_energy(similarity, separation):
+    rng = np.random.default_rng(0)
+    rows = (100, 100)
+    if isinstance(separation, Entmax):
+        separation = Entmax(rng.uniform(1, 2, rows))
+    energies = trajectory(
+        normal(100, COUNT, 4),
+        2 * normal(*rows, 4, seed=5),
+        beta=10 ** rng.uniform(-2, 2, rows),
+        separation=separation,
+        similarity=similarity,
+        steps=2,
+    ).energies
+    before, after = energies[..., :-1], energies[..., 1:]
+    assert jnp.isfinite(energies).all()
+    assert (after <= before + 1e-9 * (1 + jnp.abs(before))).all()
+    assert (after < before).mean() > 0.1
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5])
+@each("similarity", [Dot(), Dot(SQUARE), NegativeSquaredL2()])
+def test_fixed_points_are_stationary_points_of_the_energy(similarity, alpha):
+    memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
+    options = dict(beta=0.3, separation=Entmax(alpha), similarity=similarity)
+    result = converge(memories, query, max_steps=5000, **options)
+    assert result.converged.all()
+
+    @jax.jit
+    @jax.grad
+    def slope(state):
+        return energy(memories, state, **options).sum()
+
+    assert jnp.abs(slope(query)).max() > 0.1
+    np.testing.assert_allclose(slope(result.state), 0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("separation", "similarity", "expected"),
+    [
+        (Softmax(), Dot(), True),
+        (Softmax1(), Cosine(), True),
+        (TopK(3), NegativeSquaredL2(), True),
+        (Entmax(1.5), Dot(SQUARE), True),
+        (Softmax1(), NegativeSquaredL2(), False),
+        (Polynomial(10), Dot(), False),
+        (Softmax(), NegativeL2(), False),
+        (Softmax(), NegativeL1(), False),
+        (Softmax(), Dot(LIKELIHOOD), False),
+    ],
+    ids=label,
+)
+def test_which_models_have_an_energy(separation, similarity, expected):
+    assert has_energy(separation, similarity) == expected
+    memories, query = normal(COUNT, DIMENSION), normal(DIMENSION, seed=5)
+    options = dict(beta=1.0, separation=separation, similarity=similarity)
+    if expected:
+        assert jnp.isfinite(energy(memories, query, **options))
+        return
+    with pytest.raises(
+        ValueError, match=f"no energy is known that .*{type(separation).__name__}"
+    ):
+        energy(memories, query, **options)
+    if similarity != Dot(LIKELIHOOD):
+        assert converge(memories, query, **options).energy is None
+
+
+def test_one_program_for_many_numbers(compilations):
+    memories, query = normal(COUNT, 12), normal(3, 12)
+    kernels = normal(4, 12, 12)
+    counts = []
+    for beta, alpha, kernel in zip(
+        (1.0, 2.0, 3.0, 0.5), (1.2, 1.5, 2.0, 1.0), kernels, strict=True
+    ):
+        retrieve(
+            memories,
+            query,
+            beta=beta,
+            separation=Entmax(alpha),
+            similarity=Dot(LinearKernel(kernel)),
+            steps=2,
+        )
+        counts.append(len(compilations))
+    assert counts[0] > 0
+    assert len(set(counts)) == 1
+
+
+@every_dtype
+@each("similarity", PLAIN)
+def test_dtypes(similarity, dtype):
+    memories = normal(COUNT, DIMENSION, dtype=dtype)
+    query = normal(2, DIMENSION, seed=5, dtype=dtype)
+    arguments = dict(beta=1.0, separation=Softmax(), similarity=similarity, steps=2)
+    result = retrieve(memories, query, **arguments)
+    assert result.state.dtype == result.weights.dtype == dtype
+    assert_rows_equal_naive(result, memories, query, **arguments)
+    settled = converge(memories, query, beta=0.5, similarity=similarity)
+    assert settled.state.dtype == dtype
+    assert settled.converged.all()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("float32", "float64", "float64"),
+        ("bfloat16", "float32", "float32"),
+        ("bfloat16", "float16", "float32"),
+    ],
+)
+@each("similarity", [Dot(), NegativeL2()])
+def test_mixed_dtypes(similarity, first, second, expected):
+    for one, other in ((first, second), (second, first)):
+        memories = normal(COUNT, DIMENSION, dtype=one)
+        query = normal(2, DIMENSION, seed=5, dtype=other)
+        arguments = dict(beta=1.0, separation=Softmax(), similarity=similarity, steps=1)
+        result = retrieve(memories, query, **arguments)
+        assert result.state.dtype == expected
+        assert_rows_equal_naive(result, memories, query, **arguments)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize(
+    ("similarity", "tiled"),
+    [(Dot(), False), (Cosine(), False), (NegativeL1(), True)],
+    ids=label,
+)
+def test_memories_are_never_tiled(similarity, tiled, restricted):
+    """Distances are sums of differences, fused: the shape shows that the test sees."""
+    memories, query = normal(100, 33), normal(64, 33)
+    observed = query > 0 if restricted else None
+
+    def run(memories, query):
+        return retrieve(
+            memories, query, beta=1.0, similarity=similarity, observed=observed
+        )
+
+    lowered = jax.jit(run).lower(memories, query)
+    shapes = itertools.permutations(("64", "100", "33"))
+    names = [("x".join(s) + "x", f"[{','.join(s)}]") for s in shapes]
+    texts = lowered.as_text(), lowered.compile().as_text()
+    for text, spelling in zip(texts, zip(*names, strict=True), strict=True):
+        assert any(name in text for name in spelling) == tiled
+
+
+MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (retrieve, dict(steps=0), "steps must be at least 1, got 0"),
+        (retrieve, dict(steps=1.5), "steps must be an integer, got 1.5"),
+        (retrieve, dict(steps=True), "steps must be an integer, got True"),
+        (trajectory, dict(steps=0), "steps must be at least 1, got 0"),
+        (converge, dict(max_steps=0), "max_steps must be at least 1, got 0"),
+        (converge, dict(tolerance=0.0), "tolerance must be positive and finite, got 0"),
+        (retrieve, dict(beta=0.0), "beta must be positive and finite, got 0.0"),
+        (retrieve, dict(beta=-1.0), "beta must be positive and finite, got -1.0"),
+        (retrieve, dict(beta=np.inf), "beta must be positive and finite, got inf"),
+        (retrieve, dict(beta=np.nan), "beta must be positive and finite, got nan"),
+        (retrieve, dict(beta=np.ones(3)), r"beta has shape \(3,\).*\(2,\)"),
+        (
+            retrieve,
+            dict(separation=Entmax(np.full(3, 1.5))),
+            r"alpha has shape \(3,\).*\(2,\)",
+        ),
+        (
+            retrieve,
+            dict(separation=Entmax(0.5)),
+            "alpha must be at least 1, got 0.5",
+        ),
+        (retrieve, dict(separation=TopK(5)), "k must be at most 4, got 5"),
+        (
+            retrieve,
+            dict(separation="softmax"),
+            "separation must be one of Softmax, .*got 'softmax'",
+        ),
+        (
+            retrieve,
+            dict(similarity="dot"),
+            "similarity must be one of Dot, .*got 'dot'",
+        ),
+        (retrieve, dict(query=jnp.ones((2, 3))), "have dimension 5, queries 3"),
+        (retrieve, dict(query=jnp.float64(1)), "query must have shape"),
+        (retrieve, dict(memories=jnp.ones(5)), r"memories must have .*got \(5,\)"),
+        (retrieve, dict(memories=jnp.ones((0, 5))), r"memories must have .*\(0, 5\)"),
+        (
+            retrieve,
+            dict(memories=jnp.ones((3, 4, 5))),
+            r"\(3,\) memory sets, so query .*got \(2, 5\)",
+        ),
+        (
+            retrieve,
+            dict(memories=jnp.ones((2, 4, 5)), query=jnp.ones(5)),
+            r"\(2,\) memory sets, so query .*got \(5,\)",
+        ),
+        (
+            retrieve,
+            dict(memories=MEMORIES * jnp.nan),
+            "memories must be finite, got 20",
+        ),
+        (retrieve, dict(query=QUERY * jnp.inf), "query must be finite, got 10"),
+        (
+            retrieve,
+            dict(values=jnp.full((4, 1), jnp.nan)),
+            "values must be finite, got 4",
+        ),
+        (
+            retrieve,
+            dict(values=jnp.ones((3, 5))),
+            r"values have shape \(3, 5\), memories \(4, 5\)",
+        ),
+        (retrieve, dict(values=jnp.ones(4)), r"values have shape \(4,\)"),
+        (retrieve, dict(mask=jnp.ones(4)), "mask must be boolean .*got dtype float64"),
+        (
+            retrieve,
+            dict(mask=jnp.ones(4, int)),
+            "mask must be boolean .*got dtype int64",
+        ),
+        (
+            retrieve,
+            dict(mask=jnp.ones(3, bool)),
+            r"mask has shape \(3,\).*\(2, 4\)",
+        ),
+        (retrieve, dict(observed=jnp.ones(5)), "observed must be boolean"),
+        (
+            retrieve,
+            dict(observed=jnp.ones(4, bool)),
+            r"observed has shape \(4,\).*\(2, 5\)",
+        ),
+        (
+            retrieve,
+            dict(similarity=Dot(LinearKernel(jnp.ones((3, 4))))),
+            "kernel maps dimension 4, memories have dimension 5",
+        ),
+        (
+            retrieve,
+            dict(similarity=Dot(LinearKernel(jnp.ones((3, 5, 5))))),
+            "kernel has 1 axes of memory sets, memories have 0",
+        ),
+        (
+            retrieve,
+            dict(similarity=Dot(LIKELIHOOD), steps=2),
+            "LikelihoodKernel maps queries and memories differently",
+        ),
+        (
+            converge,
+            dict(similarity=Dot(LIKELIHOOD)),
+            "LikelihoodKernel maps queries and memories differently",
+        ),
+        (
+            trajectory,
+            dict(similarity=Dot(LIKELIHOOD)),
+            "LikelihoodKernel maps queries and memories differently",
+        ),
+        (retrieve, dict(memories="text"), "memories must be a numeric array"),
+        (retrieve, dict(query=QUERY * 1j), "query must be real, got dtype complex"),
+    ],
+)
+def test_bad_input(untyped, call, arguments, message):
+    arguments = {"memories": MEMORIES, "query": QUERY, "beta": 1.0, **arguments}
+    with pytest.raises(ValueError, match=message):
+        call(arguments.pop("memories"), arguments.pop("query"), **arguments)

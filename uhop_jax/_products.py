@@ -1,0 +1,53 @@
+"""Matrix products at full precision, summed in at least float32 on every device."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from uhop_jax._checks import working_dtype
+
+
+def contract(a: Float[Array, "*batch D"], b: Float[Array, "N D"]) -> Array:
+    """`a @ b.T`, summed in at least float32 and at full precision on every device."""
+    a, b = _same_dtype(a, b)
+    return jnp.einsum(
+        "...d,nd->...n",
+        a,
+        b,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=working_dtype(b),
+    )
+
+
+def weigh(weights: Float[Array, "*batch N"], b: Float[Array, "N D"]) -> Array:
+    """`weights @ b`, summed in at least float32 and at full precision."""
+    weights = weights.astype(b.dtype)
+    return jnp.einsum(
+        "...n,nd->...d",
+        weights,
+        b,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=working_dtype(b),
+    )
+
+
+def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:
+    """Both in the lower precision of the two, so that half-precision keys stay half."""
+    dtype = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
+    return a.astype(dtype), b.astype(dtype)
+
+
+def shifted(x: Array, center: Array) -> Array:
+    """`x - center` for `x (..., d)` and `center (d,)`, in the dtype of `x`."""
+    return x - center.astype(x.dtype).reshape((1,) * (x.ndim - 1) + center.shape)
+
+
+def gram_matrix(features: Array) -> Array:
+    """`(..., M, M)` inner products of the rows, in at least float32."""
+    return jnp.einsum(
+        "...md,...nd->...mn",
+        features,
+        features,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=working_dtype(features),
+    )

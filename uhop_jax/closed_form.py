@@ -1,0 +1,91 @@
+"""The closed-form kernel: Stage I by whitening, without iterations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float
+
+from uhop_jax._checks import (
+    as_floating,
+    check_at_least,
+    check_memory_set,
+    is_traced,
+    working_dtype,
+)
+from uhop_jax._products import gram_matrix
+from uhop_jax.kernels import LinearKernel
+
+
+def fit_closed_form(
+    memories: Float[Array, "*sets M d"], *, ridge: ArrayLike = 1.0
+) -> LinearKernel:
+    r"""Whitening with a ridge: a separating kernel without iterations.
+
+    :math:`A = W^T W = (\Xi^T \Xi / M + \lambda \bar s I)^{-1}`, with `s` the mean
+    eigenvalue of :math:`\Xi^T \Xi / M`. The ridge trades separation for robustness to
+    noise. At zero, for `M <= d` independent memories, :math:`W = G^{-1} \Xi`, under
+    which :math:`K(\xi_\mu, \xi_\nu)` is the identity: the minimiser of the
+    deep-learning loss and the hypothesis of [thm:perfect_kernel].
+
+    Args:
+      memories: stored patterns, one per row.
+      ridge: `lambda >= 0`.
+
+    Returns:
+      A kernel `(d, d)`, or `(M, d)` if the ridge is the number 0.
+
+    Raises:
+      ValueError: if the ridge is negative, or is zero and the memories are dependent.
+    """
+    check_at_least("ridge", ridge, 0)
+    memories = as_floating(memories, "memories")
+    check_memory_set(memories)
+    memories = memories.astype(working_dtype(memories))
+    if not is_traced(ridge) and np.ndim(ridge) == 0 and ridge == 0:
+        weights = _interpolation(memories)
+        if not is_traced(weights) and not bool(jnp.isfinite(weights).all()):
+            raise ValueError(
+                f"ridge 0 needs linearly independent memories, got "
+                f"{memories.shape[-2]} dependent ones of dimension "
+                f"{memories.shape[-1]}; use a ridge above 0"
+            )
+        return LinearKernel(weights)
+    return LinearKernel(_whitening(memories, jnp.asarray(ridge, memories.dtype)))
+
+
+@jax.jit
+def _interpolation(memories: Array) -> Array:
+    """`G^-1 Xi`; NaN where the memories are dependent to rounding."""
+    gram = gram_matrix(memories)
+    values, vectors = jnp.linalg.eigh(gram)
+    limit = values[..., -1:] * values.shape[-1] * float(jnp.finfo(values.dtype).eps)
+    values = jnp.where(values > limit, values, jnp.nan)
+    inner = jnp.einsum("...mk,...md->...kd", vectors, memories, precision="highest")
+    return jnp.einsum(
+        "...mk,...kd->...md", vectors, inner / values[..., None], precision="highest"
+    )
+
+
+@jax.jit
+def _whitening(memories: Array, ridge: Array) -> Array:
+    r"""`A^(1/2)`, through the smaller of :math:`\Xi \Xi^T` and :math:`\Xi^T \Xi`."""
+    M, d = memories.shape[-2:]
+    einsum = functools.partial(jnp.einsum, precision="highest")
+    squares = (memories * memories).sum((-2, -1)) / (M * d)
+    floor = (ridge * squares)[..., None]
+    if M >= d:
+        covariance = einsum("...md,...me->...de", memories, memories) / M
+        values, vectors = jnp.linalg.eigh(covariance)
+        scale = lax.rsqrt(jnp.maximum(values, 0.0) + floor)
+        return einsum("...dk,...k,...ek->...de", vectors, scale, vectors)
+    values, vectors = jnp.linalg.eigh(gram_matrix(memories) / M)
+    root, base = jnp.sqrt(jnp.maximum(values, 0.0) + floor), jnp.sqrt(floor)
+    # (1/root - 1/base) in the span of the memories, written without its cancellation.
+    change = -1 / (M * root * base * (root + base))
+    inner = einsum("...mk,...md->...kd", vectors, memories)
+    low_rank = einsum("...kd,...k,...ke->...de", inner, change, inner)
+    identity = jnp.broadcast_to(jnp.eye(d, dtype=memories.dtype), low_rank.shape)
+    return identity / base[..., None] + low_rank

@@ -1,0 +1,188 @@
+"""Kernels: the feature maps in which states and memories are compared.
+
+A kernel is a frozen pytree whose numbers are leaves, so that it passes through `jit`,
+`vmap` and `grad`, and one compiled program serves every kernel of a shape.
+"""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from uhop_jax._checks import check_count
+from uhop_jax._products import contract, shifted
+from uhop_jax._pytree import frozen_pytree
+
+
+class Kernel(abc.ABC):
+    """A feature map `Phi`; memories and queries may be mapped differently.
+
+    Attributes:
+      has_energy: whether memories and queries share one `Phi`, so that updates can be
+        iterated and have an energy.
+      local: whether the features of the memories depend on which components of the
+        query are observed.
+    """
+
+    has_energy: ClassVar[bool] = True
+    local: ClassVar[bool] = True
+
+    @property
+    @abc.abstractmethod
+    def dimension(self) -> int:
+        """Dimension `d` of the patterns it maps."""
+
+    @property
+    @abc.abstractmethod
+    def set_axes(self) -> int:
+        """Number of leading axes, one kernel for each memory set."""
+
+    @abc.abstractmethod
+    def memory_features(
+        self,
+        memories: Float[Array, "*batch M d"],
+        observed: Bool[Array, " d"] | None = None,
+    ) -> Float[Array, "*batch M D"]:
+        """`Phi` of the stored patterns, over the observed components alone."""
+
+    @abc.abstractmethod
+    def query_features(
+        self,
+        query: Float[Array, "*batch d"],
+        observed: Bool[Array, "*batch d"] | None = None,
+    ) -> Float[Array, "*batch D"]:
+        """`Phi` of the query, over the observed components alone."""
+
+
+@frozen_pytree
+class LinearKernel(Kernel):
+    r"""The linear feature map :math:`\Phi(u) = W (u - c)` [eqn:linear_kernel].
+
+    Attributes:
+      weights: `W (D, d)`, or `(sets, D, d)`, one for each memory set.
+      center: `c (d,)`, or `(sets, d)`; None is the origin, the paper's choice.
+    """
+
+    weights: Float[Array, "*sets D d"]
+    center: Float[Array, "*sets d"] | None = None
+
+    @property
+    def dimension(self) -> int:
+        return self.weights.shape[-1]
+
+    @property
+    def set_axes(self) -> int:
+        return self.weights.ndim - 2
+
+    def memory_features(self, memories, observed=None):
+        return self.query_features(memories, observed)
+
+    def query_features(self, query, observed=None):
+        if self.center is not None:
+            query = shifted(query, self.center)
+        if observed is not None:
+            query = jnp.where(observed, query, jnp.zeros((), query.dtype))
+        return contract(query, self.weights)
+
+
+@frozen_pytree
+class Centering(Kernel):
+    """The feature map `Phi(u) = u - c`, no more: for mean-centred comparisons.
+
+    Attributes:
+      center: `c (d,)`, or `(sets, d)`; usually the mean of the memories.
+    """
+
+    center: Float[Array, "*sets d"]
+
+    @property
+    def dimension(self) -> int:
+        return self.center.shape[-1]
+
+    @property
+    def set_axes(self) -> int:
+        return self.center.ndim - 1
+
+    def memory_features(self, memories, observed=None):
+        return self.query_features(memories, observed)
+
+    def query_features(self, query, observed=None):
+        query = shifted(query, self.center)
+        if observed is None:
+            return query
+        return jnp.where(observed, query, jnp.zeros((), query.dtype))
+
+
+@frozen_pytree
+class LikelihoodKernel(Kernel):
+    r"""A naive-Bayes log-likelihood as an inner product, learned by `fit_likelihood`.
+
+    Component values fall into `K` bins. With `L[a, c] = log p(c | a)`, the
+    log-probability that a stored value of bin `a` becomes a query value of bin `c`, cut
+    at rank `r`, `L = memory_table @ query_table.T`, memories and queries have the
+    features :math:`\Phi_K(\xi)_{jk} = \mathrm{memory\_table}[\mathrm{bin}(\xi_j), k]`
+    and :math:`\Phi_Q(x)_{jk} = \mathrm{query\_table}[\mathrm{bin}(x_j), k]`, whose
+    inner product is the log-likelihood of the query up to a constant of the query:
+    `beta = 1` is its natural temperature. One-step by nature: what it returns is no
+    longer a corrupted pattern. It therefore has no energy.
+
+    Attributes:
+      memory_table: `(K, r)`, or `(sets, K, r)`.
+      query_table: `(K, r)`, or `(sets, K, r)`.
+      memory_edges: `(K - 1,)` ascending, or `(sets, K - 1)`; a stored value is in bin
+        `k` if exactly `k` edges are at most as large.
+      query_edges: the same for the values of queries.
+      pattern_dimension: `d`.
+    """
+
+    has_energy: ClassVar[bool] = False
+    local: ClassVar[bool] = False
+
+    memory_table: Float[Array, "*sets K r"]
+    query_table: Float[Array, "*sets K r"]
+    memory_edges: Float[Array, "*sets K_minus_1"]
+    query_edges: Float[Array, "*sets K_minus_1"]
+    pattern_dimension: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dimension(self) -> int:
+        return self.pattern_dimension
+
+    @property
+    def set_axes(self) -> int:
+        return self.memory_edges.ndim - 1
+
+    def cut(self, rank: int | None) -> "LikelihoodKernel":
+        """The same kernel at a lower rank; None leaves it.
+
+        Raises:
+          ValueError: if the rank is not between 1 and its own.
+        """
+        if rank is None:
+            return self
+        check_count("rank", rank, 1, self.memory_table.shape[-1])
+        memory_table = self.memory_table[..., :rank]
+        query_table = self.query_table[..., :rank]
+        return dataclasses.replace(
+            self, memory_table=memory_table, query_table=query_table
+        )
+
+    def memory_features(self, memories, observed=None):
+        del observed  # the query carries it
+        features = self.memory_table[bins(memories, self.memory_edges)]
+        return features.reshape(*memories.shape[:-1], -1)
+
+    def query_features(self, query, observed=None):
+        features = self.query_table[bins(query, self.query_edges)]
+        if observed is not None:
+            features = jnp.where(observed[..., None], features, 0.0)
+        return features.reshape(*query.shape[:-1], -1)
+
+
+def bins(x: Float[Array, "*shape"], edges: Float[Array, " n"]) -> Int[Array, "*shape"]:
+    """How many of the ascending `edges` are at most each value."""
+    method = "compare_all"  # few edges: comparing with each is fastest everywhere
+    x = x.astype(edges.dtype)
+    return jnp.searchsorted(edges, x, side="right", method=method)

@@ -1,0 +1,143 @@
+r"""Separation losses: how close the features of a memory set are to one another.
+
+They look at the features :math:`F = \Xi W^T` only through their Gram matrix, so nothing
+here builds an `(M, M, D)` array.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Float
+
+from uhop_jax._checks import as_floating, broadcast_rows, check_choice, check_positive
+from uhop_jax._products import gram_matrix
+
+LOSSES = ("average", "maximum", "deep")
+PAIRS = ("distinct", "all")
+
+
+def separation_loss(
+    features: Float[Array, "*batch M D"],
+    *,
+    kind: str = "average",
+    t: ArrayLike = 2.0,
+    normalize: bool = True,
+    pairs: str = "distinct",
+    where: Bool[Array, "*batch M"] | None = None,
+) -> Float[Array, "*batch"]:
+    r"""Separation loss of the features of a memory set.
+
+    - `average` [def:max-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(-t \|\Phi(u) -
+      \Phi(v)\|^2)`.
+    - `maximum`: :math:`\max_{u \ne v} -t \|\Phi(u) - \Phi(v)\|^2`.
+    - `deep` [dfn:separation-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u,
+      v)^2 - 1))`.
+
+    Not convex in `W`, contrary to the paper: it is even in `W`, and `W = 0` is its
+    maximum.
+
+    Args:
+      features: one feature vector per row.
+      kind: one of `LOSSES`.
+      t: scale of the Gaussian, positive; the paper's is 2. On the sphere the average
+        loss is that of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
+      normalize: put features on the unit sphere first. Without it the average loss has
+        no minimiser: scaling the features up lowers it for ever.
+      pairs: `distinct` (u != v, the authors' code) or `all` (the paper's expectation).
+      where: true for valid patterns; a set with fewer than two valid has loss zero.
+
+    Returns:
+      One loss for each memory set, in at least float32.
+
+    Raises:
+      ValueError: if an argument is out of range or unknown.
+    """
+    features = as_floating(features, "features")
+    if features.ndim < 2:
+        raise ValueError(f"features must have shape (..., M, D), got {features.shape}")
+    check_choice("separation loss", kind, LOSSES)
+    check_choice("pairs", pairs, PAIRS)
+    check_positive("t", t)
+    if where is not None:
+        where = broadcast_rows("where", where, features.shape[:-1])
+        features = jnp.where(where[..., None], features, 0.0)
+    gram = gram_matrix(features)
+    t = jnp.asarray(t).astype(gram.dtype)
+    return loss_of_gram(gram, Loss(kind, normalize, pairs), t, where)
+
+
+def smallest_separation(
+    features: Float[Array, "*batch M D"],
+) -> Float[Array, "*batch"]:
+    r""":math:`\Delta_{\min} = 1 - \max_{u \ne v} \cos(\Phi(u), \Phi(v))` of U-Hop+.
+
+    Args:
+      features: one feature vector per row, at least two.
+
+    Returns:
+      One value for each memory set; 2 is the largest possible, for two antipodes.
+    """
+    return delta_min_of_gram(gram_matrix(as_floating(features, "features")))
+
+
+class Loss(NamedTuple):
+    """The static options of `separation_loss`."""
+
+    kind: str
+    normalize: bool
+    pairs: str
+
+
+def _diagonal(gram: Array) -> Array:
+    return jnp.diagonal(gram, axis1=-2, axis2=-1)
+
+
+def _on_sphere(gram: Array) -> Array:
+    """The Gram matrix of the normalised features; a zero feature has cosine zero."""
+    squared = _diagonal(gram)
+    zero = squared <= 0
+    inverse = jnp.where(zero, 0.0, lax.rsqrt(jnp.where(zero, 1.0, squared)))
+    return gram * inverse[..., :, None] * inverse[..., None, :]
+
+
+def loss_of_gram(
+    gram: Array, loss: Loss, t: Array, where: Array | None = None
+) -> Array:
+    """`separation_loss`, from the `(..., M, M)` Gram matrix of the features."""
+    M = gram.shape[-1]
+    distinct = jnp.broadcast_to(~jnp.eye(M, dtype=bool), gram.shape)
+    counted = jnp.ones_like(distinct) if loss.pairs == "all" else distinct
+    if where is not None:
+        counted = counted & where[..., :, None] & where[..., None, :]
+    if loss.normalize:
+        gram = _on_sphere(gram)
+    if loss.kind == "deep":
+        exponent = 2 * t * (gram * gram - 1)
+    elif loss.normalize:
+        exponent = -2 * t * (1 - gram)
+        exponent = jnp.where(distinct, exponent, 0.0)
+    else:
+        squared = _diagonal(gram)
+        distance = squared[..., :, None] + squared[..., None, :] - 2 * gram
+        exponent = -t * jnp.where(distinct, jnp.maximum(distance, 0.0), 0.0)
+    exponent = jnp.where(counted, exponent, -jnp.inf)
+    if loss.kind == "maximum":
+        exponent = jnp.where(distinct, exponent, -jnp.inf)
+        top = exponent.max((-2, -1))
+        return jnp.where(jnp.isfinite(top), top, 0.0)
+    number = jnp.where((counted & distinct).any((-2, -1)), counted.sum((-2, -1)), 0)
+    top = lax.stop_gradient(exponent.max((-2, -1)))
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    total = jnp.exp(exponent - top[..., None, None]).sum((-2, -1))
+    mean = total / jnp.maximum(number, 1).astype(total.dtype)
+    return jnp.where(number > 0, top + jnp.log(jnp.where(number > 0, mean, 1.0)), 0.0)
+
+
+def delta_min_of_gram(gram: Array) -> Array:
+    """`smallest_separation`, from the `(..., M, M)` Gram matrix of the features."""
+    M = gram.shape[-1]
+    cosines = jnp.where(
+        jnp.broadcast_to(jnp.eye(M, dtype=bool), gram.shape), -jnp.inf, _on_sphere(gram)
+    )
+    return 1 - cosines.max((-2, -1))
