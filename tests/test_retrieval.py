@@ -762,7 +762,7 @@ MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
             "LikelihoodKernel maps queries and memories differently",
         ),
         (retrieve, dict(memories="text"), "memories must be a numeric array"),
-        (retrieve, dict(query=QUERY * 1j), "query must be real, got dtype complex"),
+        (retrieve, dict(query=jnp.ones(5, complex)), "query must be real, got dtype complex"),
     ],
 )
 def test_bad_input(untyped, call, arguments, message):

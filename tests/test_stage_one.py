@@ -236,7 +236,7 @@ def test_sgd_takes_the_same_path_in_both_spaces(variant):
     memories, options = 0.3 * draw(M, D), dict(variant, steps=8, snapshots=range(9))
     for name, rate, momentum in [
         ("identity", 1e-3, 0.0),
-        ("gaussian", RATES["decay"], 0.9),
+        ("gaussian", optax.exponential_decay(2e-3, 3, 0.5), 0.9),
     ]:
         options |= {"rate": rate, "momentum": momentum, "start": STARTS[name]}
         gram = fit_sgd(memories, path="gram", **options)
@@ -279,7 +279,7 @@ def test_sgd_is_algorithm_1(kind):
     ("rate", "momentum", "optimizer"),
     [
         ("constant", 0.0, optax.sgd(RATES["constant"] * D)),
-        ("decay", 0.9, optax.sgd(lambda n: RATES["decay"](n) * D, 0.9)),
+        ("decay", 0.9, optax.sgd(lambda n: RATES["decay"](n.astype(int)) * D, 0.9)),
     ],
 )
 def test_sgd_is_optax_sgd(rate, momentum, optimizer, standard_promotion):

@@ -733,29 +733,32 @@ def test_a_likelihood_kernel_has_leads_but_no_ball():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_results_keep_single_precision(dtype):
-    x, model = gaussian(0, 5, 6).astype(dtype), {"beta": 2.0}
+def test_all_can_be_traced_and_single_precision_stays(dtype):
+    model = {"beta": 2.0}
     exact = model | {"separation": uj.Entmax(1.5)}
-    kernel = uj.LinearKernel(gaussian(1, 9, 6).astype(dtype))
-    for similarity in (uj.Dot(), uj.Cosine(kernel), uj.NegativeSquaredL2()):
-        where = {"similarity": similarity, "distance": 0.1}
-        results = [
-            theory.radius(x, similarity=similarity),
-            theory.log_rbf(x, x, similarity=similarity),
-            theory.pattern_separation(x, **where),
-            theory.error_bound(x, **model, similarity=similarity),
-            theory.error_bound(x, **model, **where),
-            theory.exact_retrieval_slack(x, **exact, **where),
-        ]
-        assert {r.dtype for r in results} == {jnp.dtype(jnp.float32)}
-    results = [
-        *theory.exact_retrieval_distance(kernel, **exact),
-        theory.weight_error_bound(x, x[:, :5]),
-        theory.effective_memories(x[:, :5]),
-        *theory.representation(x, jnp.full((5, 5), 0.2, jnp.float32), beta=1.0),
-    ]
+
+    def closed_forms(x, weights):
+        kernel = uj.LinearKernel(weights)
+        for similarity in (uj.Dot(), uj.Cosine(kernel), uj.NegativeSquaredL2()):
+            where = {"similarity": similarity, "distance": 0.1}
+            yield theory.radius(x, similarity=similarity)
+            yield theory.log_rbf(x, x, similarity=similarity)
+            yield theory.pattern_separation(x, **where)
+            yield theory.error_bound(x, **model, similarity=similarity)
+            yield theory.error_bound(x, **model, **where)
+            yield theory.exact_retrieval_slack(x, **exact, **where)
+            yield theory.stored(jax.random.key(0), x, **exact, similarity=similarity)[1]
+        yield from theory.exact_retrieval_distance(kernel, **exact)
+        yield theory.weight_error_bound(x, x[:, :5])
+        yield theory.effective_memories(x[:, :5])
+        target = jnp.full((5, 5), 0.2, jnp.float32)
+        yield from theory.representation(x, target, beta=1.0)
+        lead = theory.well_separated(x, **model, distance=0.1)
+        yield lead.astype(jnp.float32)
+
+    results = jax.eval_shape(
+        lambda x, weights: list(closed_forms(x, weights)),
+        gaussian(0, 5, 6).astype(dtype),
+        gaussian(1, 9, 6).astype(dtype),
+    )
     assert {r.dtype for r in results} == {jnp.dtype(jnp.float32)}
-    if dtype == jnp.float32:
-        orthogonal = jnp.eye(6, dtype=dtype)
-        report = theory.stored(jax.random.key(0), orthogonal, beta=50.0)
-        assert report.stored.all() and report.fraction.dtype == dtype

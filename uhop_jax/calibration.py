@@ -367,8 +367,8 @@ def _fresh_errors(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Errors on new copies, in batches until their mean is known well enough."""
     squared, right = np.zeros(0), np.zeros(0)
-    for batch, batch_key in enumerate(jax.random.split(key, MAX_BATCHES), start=1):
-        copies = _copies(batch_key, memories, corruption, number)
+    for batch in range(1, MAX_BATCHES + 1):
+        copies = _copies(jax.random.fold_in(key, batch), memories, corruption, number)
         more = _copy_errors(memories, *copies, model)
         squared = np.append(squared, np.asarray(more[0], np.float64))
         right = np.append(right, np.asarray(more[1]))

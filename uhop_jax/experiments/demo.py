@@ -109,7 +109,8 @@ def run(config: ConfigDict, workdir: Path) -> None:
     retrieved = timed("retrieval", _retrieve, scored, rest, choices)
 
     models, parts = [], []
-    for index, key in enumerate(jax.random.split(calibration_key, config.sets)):
+    for index in range(config.sets):
+        key = jax.random.fold_in(calibration_key, index)
         memories = scored.memories[index]
         model = timed("calibration", calibrate, key, memories, corruption)
         observed = None if scored.observed is None else scored.observed[index]
@@ -172,18 +173,20 @@ def _draw(
     rng = np.random.default_rng(config.seed)
     order = rng.permutation(len(patterns))
     halves = np.split(order[: len(order) // 2 * 2], 2)
-    result = []
+
+    @jax.jit
+    def corrupted(keys: PRNGKeyArray, memories: Array) -> Queries:
+        def one(key: PRNGKeyArray, memories: Array) -> tuple:
+            return corrupted_copies(key, memories, corruption, config.memories)
+
+        return Queries(memories, *jax.vmap(one)(keys, memories))
+
+    drawn: list[Queries] = []
     for half, sets in zip(halves, (config.tuning_sets, config.sets), strict=True):
         chosen = [rng.choice(half, config.memories, replace=False) for _ in range(sets)]
-        memories = jnp.asarray(patterns[np.stack(chosen)])
-        key, copy_key = jax.random.split(key)
-        copies = jax.vmap(
-            lambda key, memories: corrupted_copies(
-                key, memories, corruption, config.memories
-            )
-        )(jax.random.split(copy_key, sets), memories)
-        result.append(Queries(memories, *copies))
-    return result[0], result[1]
+        keys = jax.random.split(jax.random.fold_in(key, len(drawn)), sets)
+        drawn.append(corrupted(keys, jnp.asarray(patterns[np.stack(chosen)])))
+    return drawn[0], drawn[1]
 
 
 def _fit(config: ConfigDict, memories: Array) -> list[LinearKernel]:
