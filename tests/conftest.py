@@ -1,5 +1,10 @@
 """Strict JAX for every test, and what all tests share."""
 
+import os
+
+# Tests compile much and compute little: let XLA spend its time accordingly.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import jax
 import jax.numpy as jnp
 import jaxtyping

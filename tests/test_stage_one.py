@@ -199,8 +199,8 @@ def test_smallest_separation_is_the_double_loop():
 D, M = 6, 4
 STARTS = {
     "identity": identity_start(D),
-    "gaussian": gaussian_start(KEY, D),
-    "wide": gaussian_start(KEY, D, 9),
+    "gaussian": LinearKernel(draw(D, D)),
+    "wide": LinearKernel(draw(9, D)),
 }
 RATES = {
     "constant": 0.02,
@@ -221,8 +221,8 @@ def reference_sgd(memories, weights, rates, momentum, **options):
     path, velocity = [np.asarray(weights)], 0
     for rate in rates:
         slope = loss_slope(np.asarray(memories) @ path[-1].T, **options)
-        velocity = momentum * velocity + slope.T @ memories
-        path.append(path[-1] - rate * D * np.asarray(velocity))
+        velocity = momentum * velocity + np.asarray(slope).T @ memories
+        path.append(path[-1] - rate * D * velocity)
     return np.stack(path)
 
 
@@ -231,48 +231,36 @@ def relative(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-@every_space
-def test_sgd_takes_the_same_path_in_both_spaces(variant):
-    memories, options = 0.3 * draw(M, D), dict(variant, steps=8, snapshots=range(9))
+@pytest.mark.parametrize(
+    "variant",
+    [v for v in VARIANTS if v["normalize"] == (v["pairs"] == "distinct")],
+    ids=str,
+)
+def test_sgd_is_algorithm_1_in_both_spaces(variant):
+    memories = 0.3 * draw(M, D)
     for name, rate, momentum in [
         ("identity", 1e-3, 0.0),
         ("gaussian", optax.exponential_decay(2e-3, 3, 0.5), 0.9),
     ]:
-        options |= {"rate": rate, "momentum": momentum, "start": STARTS[name]}
-        gram = fit_sgd(memories, path="gram", **options)
-        weights = fit_sgd(memories, path="weights", **options)
-        moved = weights.kernel.weights - STARTS[name].weights
-        assert np.linalg.norm(moved) > 1e-3
-        assert relative(gram.kernel.weights - STARTS[name].weights, moved) < 1e-9
-        jax.tree.map(assert_close, gram, weights)
-        features = jnp.einsum("nDd,md->nmD", gram.snapshots.weights, memories)
-        assert_close(gram.loss, separation_loss(features, **variant))
-        assert_close(gram.delta_min, smallest_separation(features))
-        if not momentum:  # a small rate
-            assert gram.loss[-1] < gram.loss[0]
-            assert variant["kind"] == "maximum" or (np.diff(gram.loss) < 0).all()
-
-
-@every_kind
-def test_sgd_is_algorithm_1(kind):
-    memories, start = draw(M, D), STARTS["wide"]
-    options = {"kind": kind, "pairs": "all", "t": 1.1}
-    rates = rates_of(RATES["decay"], 8)
-    expected = reference_sgd(memories, start.weights, rates, 0.9, **options)
-    for path in ("gram", "weights"):
-        fitted = fit_sgd(
-            memories,
-            rate=RATES["decay"],
-            steps=8,
-            momentum=0.9,
-            start=start,
-            path=path,
-            snapshots=range(9),
-            **options,
+        start = STARTS[name].weights
+        expected = reference_sgd(
+            memories, start, rates_of(rate, 8), momentum, **variant
         )
-        moved = fitted.snapshots.weights - start.weights[None]
-        assert relative(moved, expected - expected[:1]) < 1e-9
-        np.testing.assert_array_equal(fitted.snapshots.weights[8], fitted.kernel.weights)
+        assert np.linalg.norm(expected[-1] - start) > 1e-3
+        options = dict(variant, rate=rate, momentum=momentum, start=STARTS[name])
+        for path in ("gram", "weights"):
+            fitted = fit_sgd(
+                memories, steps=8, path=path, snapshots=range(9), **options
+            )
+            moved = np.asarray(fitted.snapshots.weights) - start
+            assert relative(moved, expected - expected[:1]) < 1e-9
+            assert_close(fitted.kernel.weights, expected[-1])
+            features = jnp.asarray(memories @ np.swapaxes(expected, 1, 2))
+            assert_close(fitted.loss, separation_loss(features, **variant))
+            assert_close(fitted.delta_min, smallest_separation(features))
+            if not momentum:  # a small rate
+                assert fitted.loss[-1] < fitted.loss[0]
+                assert variant["kind"] == "maximum" or (np.diff(fitted.loss) < 0).all()
 
 
 @pytest.mark.parametrize(
@@ -307,28 +295,37 @@ def test_rates_are_numbers_or_schedules(rate):
 
 @pytest.mark.parametrize("path", ["gram", "weights"])
 def test_snapshots_are_shorter_runs(path):
-    options = {"rate": 0.01, "start": STARTS["wide"], "normalize_rows": True}
-    options |= {"memories": draw(M, D), "path": path}
-    marks = (0, 5, 3, 0)  # in any order, and repeated
-    fitted = fit_sgd(steps=5, snapshots=marks, **options)
-    assert fitted.snapshots.weights.shape == (4, 9, D)
-    assert_close(np.linalg.norm(fitted.snapshots.weights, axis=-1), np.ones((4, 9)))
-    zero, last, third, again = fitted.snapshots.weights
-    shorter = fit_sgd(steps=3, **options)
+    memories, options = draw(M, D), {"rate": 0.01, "path": path}
+    marks = (0, 8, 3, 0, 7, 7, 1, 2, 8)  # in any order, and repeated
+    fitted = fit_sgd(memories, steps=8, snapshots=marks, **options)
+    assert fitted.snapshots.weights.shape == (9, D, D)
+    by_mark = dict(zip(marks, fitted.snapshots.weights, strict=True))
+    for mark, weights in zip(marks, fitted.snapshots.weights, strict=True):
+        np.testing.assert_array_equal(weights, by_mark[mark])
+    shorter = fit_sgd(memories, steps=3, **options)
     assert shorter.snapshots is None
-    start = STARTS["wide"].weights
-    assert_close(zero, start / jnp.linalg.norm(start, axis=-1, keepdims=True))
-    assert_close(last, fitted.kernel.weights)
-    assert_close(third, shorter.kernel.weights)
-    assert_close(again, zero)
-    assert shorter.loss.shape == (4,)
+    assert shorter.loss.shape == shorter.delta_min.shape == (4,)
     assert_close(shorter.loss, fitted.loss[:4])
+    assert_close(by_mark[0], identity_start(D).weights)
+    assert_close(by_mark[3], shorter.kernel.weights)
+    assert_close(by_mark[8], fitted.kernel.weights)
+    assert len({float(w.sum()) for w in by_mark.values()}) == 6
+
+
+def test_rows_are_normalised_at_the_end_alone():
+    memories, options = draw(M, D), {"rate": 0.01, "steps": 3, "path": "gram"}
+    plain = fit_sgd(memories, **options)
+    fitted = fit_sgd(memories, normalize_rows=True, snapshots=(3,), **options)
+    weights = np.asarray(plain.kernel.weights)
+    unit = weights / np.linalg.norm(weights, axis=-1, keepdims=True)
+    assert_close(fitted.kernel.weights, unit)
+    assert_close(fitted.snapshots.weights, unit[None])
+    assert_close(fitted.loss, plain.loss)
 
 
 @pytest.mark.parametrize("path", ["gram", "weights"])
-@pytest.mark.parametrize("start", ["identity", "wide"])
-def test_no_steps_return_the_start(start, path):
-    memories, start = draw(M, D), STARTS[start]
+def test_no_steps_return_the_start(path):
+    memories, start = draw(M, D), STARTS["wide"]
     features = start.memory_features(memories)
     for rate in (0.02, RATES["decay"], RATES["python schedule"], np.zeros(0)):
         fitted = fit_sgd(memories, rate=rate, steps=0, start=start, path=path)
@@ -337,19 +334,20 @@ def test_no_steps_return_the_start(start, path):
         assert_close(fitted.delta_min, [smallest_separation(features)])
 
 
-@pytest.mark.parametrize("path", ["gram", "weights"])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("path", "stacked"), [("gram", False), ("weights", True)])
 def test_batches_of_memory_sets_are_a_loop(path, stacked):
     memories = draw(2, 3, M, D)
-    start = LinearKernel(draw(2, 3, 5, D) if stacked else draw(5, D))
-    options = {"rate": 0.05, "steps": 4, "momentum": 0.5, "path": path}
-    fitted = fit_sgd(memories, start=start, snapshots=(1, 4), **options)
-    assert fitted.loss.shape == (2, 3, 5)
-    assert fitted.snapshots.weights.shape == (2, 3, 2, 5, D)
+    start = LinearKernel(draw(2, 3, 9, D) if stacked else draw(9, D))
+    options = {"rate": 0.05, "steps": 8, "momentum": 0.5, "path": path}
+    fitted = fit_sgd(memories, start=start, snapshots=(1, 8), **options)
+    assert fitted.loss.shape == fitted.delta_min.shape == (2, 3, 9)
+    assert fitted.snapshots.weights.shape == (2, 3, 2, 9, D)
+    assert_close(fitted.snapshots.weights[:, :, 1], fitted.kernel.weights)
     for index in np.ndindex(2, 3):
         one = LinearKernel(start.weights[index]) if stacked else start
-        single = fit_sgd(memories[index], start=one, snapshots=(1, 4), **options)
-        part = jax.tree.map(lambda x, index=index: x[index], fitted)
+        single = fit_sgd(memories[index], start=one, **options)
+        part = fitted._replace(snapshots=None)
+        part = jax.tree.map(lambda x, index=index: x[index], part)
         jax.tree.map(assert_close, part, single)
 
 
@@ -357,7 +355,7 @@ def test_batches_of_memory_sets_are_a_loop(path, stacked):
 @pytest.mark.parametrize("path", ["gram", "weights"])
 def test_half_precision_memories_are_handled_in_float32(dtype, path):
     memories = draw(M, D, dtype=dtype)
-    options = {"rate": 0.05, "steps": 3, "path": path}
+    options = {"rate": 0.05, "steps": 8, "path": path, "start": STARTS["wide"]}
     fitted = fit_sgd(memories, **options)
     same = fit_sgd(memories.astype(jnp.float32), **options)
     assert {x.dtype for x in jax.tree.leaves(fitted)} == {jnp.dtype(jnp.float32)}
@@ -367,29 +365,26 @@ def test_half_precision_memories_are_handled_in_float32(dtype, path):
 
 
 def test_a_centred_start_compares_about_its_centre():
-    memories, center, weights = draw(M, D), draw(D, seed=1), draw(5, D, seed=2)
-    options = {"rate": 0.05, "steps": 5, "snapshots": (2, 5)}
-    start = LinearKernel(weights, center)
+    memories, center, start = draw(M, D), draw(D, seed=1), STARTS["wide"]
+    centred = LinearKernel(start.weights, center)
+    options = {"rate": 0.05, "steps": 8}
+    same = fit_sgd(memories - center[None], start=start, path="gram", **options)
     for path in ("weights", "auto"):
-        fitted = fit_sgd(memories, start=start, path=path, **options)
-        same = fit_sgd(
-            memories - center[None],
-            start=LinearKernel(weights),
-            path="gram",
-            **options,
+        fitted = fit_sgd(
+            memories, start=centred, path=path, snapshots=(2, 8), **options
         )
         assert_close(fitted.kernel.weights, same.kernel.weights)
         assert_close(fitted.loss, same.loss)
         assert_close(fitted.kernel.center, center)
-        assert_close(fitted.snapshots.weights, same.snapshots.weights)
+        assert_close(fitted.snapshots.weights[1], same.kernel.weights)
         assert_close(fitted.snapshots.center, np.stack([center, center]))
     with pytest.raises(ValueError, match="gram path needs a start kernel without"):
-        fit_sgd(memories, start=start, path="gram", **options)
+        fit_sgd(memories, start=centred, path="gram", **options)
 
 
 def test_identity_start_is_the_limit_of_gaussian_starts():
-    memories, options = draw(M, D), {"rate": 0.05, "steps": 10, "path": "gram"}
-    limit = fit_sgd(memories, **options)
+    memories, options = draw(M, D), {"rate": 0.05, "steps": 8, "path": "gram"}
+    limit = fit_sgd(memories, snapshots=range(9), **options)
     wide = gaussian_start(KEY, D, 20_000).weights
     assert abs(wide.mean()) < 0.02
     assert abs(wide.std() - 1) < 0.02
@@ -424,12 +419,10 @@ def test_fit_is_a_loop_of_its_optimiser(standard_promotion):
 
 def test_numbers_do_not_compile_anew(compilations):
     def run(seed, rate, t, momentum, mark):
-        options = {"steps": 3, "t": t, "snapshots": (mark,)}
+        options = {"steps": 8, "t": t, "snapshots": 9 * [mark]}
         for path in ("gram", "weights"):
-            fit_sgd(
-                memories[seed], rate=rate, momentum=momentum, path=path, **options
-            )
-        fit(memories[seed], optimizer=optimizer, **options)
+            fit_sgd(memories[seed], rate=rate, momentum=momentum, path=path, **options)
+        fit(memories[seed], optimizer=optimizer, steps=2, t=t)
         fit_closed_form(memories[seed], ridge=t)
         fit_likelihood(jax.random.key(seed), memories[seed], Mask(rate), smoothing=t)
 

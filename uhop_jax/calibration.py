@@ -304,7 +304,8 @@ def beta_grid(
     at any scale; 1, the natural temperature of a log-likelihood, comes first.
     """
     spread = jnp.std(overlaps, axis=-1).mean()
-    spread = jnp.maximum(spread, float(jnp.finfo(overlaps.dtype).tiny))
+    # Equal overlaps have no spread, and still betas that are finite.
+    spread = jnp.maximum(spread, sharpness[1] * float(jnp.finfo(overlaps.dtype).tiny))
     grid = jnp.geomspace(*sharpness, dtype=overlaps.dtype) / spread
     return jnp.concatenate([jnp.ones(1, overlaps.dtype), grid])
 

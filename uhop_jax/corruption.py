@@ -12,9 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
-from uhop_jax._checks import as_floating, check_at_least, check_choice, working_dtype
+from uhop_jax._checks import (
+    as_floating,
+    check_at_least,
+    check_choice,
+    is_traced,
+    working_dtype,
+)
 from uhop_jax._products import contract, weigh
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.similarity import NegativeSquaredL2, check_patterns
@@ -37,6 +44,10 @@ class Mask:
 
     def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
         """Corrupted patterns, with `known` also where they are intact."""
+        if not is_traced(self.fraction):
+            fraction = np.asarray(self.fraction)
+            if not ((fraction >= 0) & (fraction <= 1)).all():
+                raise ValueError(f"fraction must be in [0, 1], got {self.fraction}")
         patterns = as_floating(patterns, "patterns")
         kept = ~jax.random.bernoulli(key, self.fraction, patterns.shape)
         masked = jnp.where(kept, patterns, jnp.zeros((), patterns.dtype))

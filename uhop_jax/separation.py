@@ -246,7 +246,10 @@ def _entmax(z: Array, alpha: Array, power: _Power | None) -> Array:
         return z
     mode = _run_time_power(e) if power is None else power
     top = jnp.max(z, axis=-1, keepdims=True)
-    u = z - jnp.where(top == -jnp.inf, 0.0, top)
+    # XLA may fuse the product that made `z` into the difference and round it once only:
+    # that of the largest must stay exactly zero, else one-hot weights are not.
+    safe_top = jnp.where(top == -jnp.inf, 0.0, top)
+    u = jnp.where((z == top) & (top > -jnp.inf), 0.0, z - safe_top)
     start = jnp.zeros_like(top)
     if z.shape[-1] >= _BLOCKED_LENGTH:
         # A part of the entries has a smaller sum, hence a smaller root: a lower bound

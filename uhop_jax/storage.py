@@ -75,18 +75,23 @@ def load(path: str | Path) -> Any:
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         description = json.loads(str(arrays.pop("description")))
         version, tree = description["uhop_jax"], description["tree"]
+        if version <= _VERSION:
+            return _build(tree, arrays)
+    except _UnknownTypeError as error:
+        raise ValueError(f"{path} holds a {error}, unknown to this version") from None
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, TypeError):
         raise ValueError(f"{path} is damaged, or was not saved by uhop_jax") from None
-    if version > _VERSION:
-        raise ValueError(
-            f"{path} has format {version}, this version of uhop_jax reads up to "
-            f"{_VERSION}"
-        )
-    return _build(tree, arrays, path)
+    raise ValueError(
+        f"{path} has format {version}, this version of uhop_jax reads up to {_VERSION}"
+    )
+
+
+class _UnknownTypeError(Exception):
+    """A type of a later version, or of none."""
 
 
 def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -117,16 +122,16 @@ def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     return {"array": name, "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
-def _build(node: Any, arrays: dict[str, np.ndarray], path: Path) -> Any:
+def _build(node: Any, arrays: dict[str, np.ndarray]) -> Any:
     if "plain" in node:
         return node["plain"]
     if "tuple" in node:
-        return tuple(_build(part, arrays, path) for part in node["tuple"])
+        return tuple(_build(part, arrays) for part in node["tuple"])
     if "array" in node:
         raw = arrays[node["array"]].tobytes()
         array = np.frombuffer(raw, jnp.dtype(node["dtype"])).reshape(node["shape"])
         return jnp.asarray(array)
     if node["type"] not in _TYPES:
-        raise ValueError(f"{path} holds a {node['type']}, unknown to this version")
-    fields = {k: _build(v, arrays, path) for k, v in node["fields"].items()}
+        raise _UnknownTypeError(node["type"])
+    fields = {k: _build(v, arrays) for k, v in node["fields"].items()}
     return _TYPES[node["type"]](**fields)

@@ -1,0 +1,327 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close
+
+from uhop_jax import (
+    Cosine,
+    Dot,
+    LikelihoodKernel,
+    Mask,
+    NegativeL1,
+    NegativeL2,
+    NegativeSquaredL2,
+    Noise,
+    Softmax,
+    Sparsemax,
+    calibrate,
+    fit_sgd,
+    load,
+    posterior_mean,
+    retrieve,
+    save,
+)
+from uhop_jax.calibration import (
+    FINALISTS,
+    beta_grid,
+    corrupted_copies,
+    default_candidates,
+    sweep_errors,
+)
+from uhop_jax.data import images
+
+KEY = jax.random.key(0)
+MEMORIES = jnp.asarray(images("digits").patterns[:64])
+SPREAD = float(MEMORIES.var(0).sum())
+FIXED = {
+    "cosine": Cosine(),
+    "dot": Dot(),
+    "squared l2": NegativeSquaredL2(),
+    "l2": NegativeL2(),
+    "l1": NegativeL1(),
+}
+
+
+def lower_half(key, patterns):
+    """Hides the lower half of the images, and adds a little noise."""
+    noise = 0.1 * jax.random.normal(key, patterns.shape, patterns.dtype)
+    return (patterns + noise).at[..., 32:].set(0.0)
+
+
+CORRUPTIONS = {
+    "mask": Mask(0.8),
+    "noise": Noise(0.6),
+    "known": Mask(0.9, known=True),
+    "function": lower_half,
+}
+
+
+@pytest.fixture(scope="module", params=CORRUPTIONS)
+def calibrated(request):
+    """A corruption, the model calibrated for it, and fresh corrupted copies."""
+    corrupt = CORRUPTIONS[request.param]
+    copies = corrupted_copies(jax.random.key(99), MEMORIES, corrupt, 1024)
+    return corrupt, calibrate(KEY, MEMORIES, corrupt), copies
+
+
+def errors_of(state, target):
+    return np.asarray(((state - MEMORIES[target]) ** 2).sum(-1))
+
+
+def errors_and_top1(model, copies):
+    query, observed, target = copies
+    result = model.retrieve(MEMORIES, query, observed=observed)
+    return errors_of(result.state, target), result.weights.argmax(-1) == target
+
+
+def index_of(model):
+    """Where in the trials the chosen model is."""
+    candidate = model.names.index(model.name)
+    beta = np.flatnonzero(np.asarray(model.betas[candidate]) == float(model.beta))
+    return candidate, model.separations.index(repr(model.separation)), beta[0]
+
+
+def test_the_chosen_model_has_the_least_error_of_all_trials(calibrated):
+    _, model, _ = calibrated
+    assert model.trials[index_of(model)] <= np.nanmin(model.trials) + 1.01e-6 * SPREAD
+    assert model.trials.shape == (len(model.names), 3, model.betas.shape[1])
+
+
+def test_among_equal_trials_the_first_and_the_middle_beta_are_chosen(calibrated):
+    _, model, _ = calibrated
+    equal = np.asarray(model.trials) <= np.nanmin(model.trials) + 1e-6 * SPREAD
+    candidate, separation, _ = index_of(model)
+    assert candidate == np.flatnonzero(equal.any((1, 2)))[0]
+    assert separation == np.flatnonzero(equal[candidate].any(-1))[0]
+    tied = np.sort(model.betas[candidate][equal[candidate, separation]])
+    assert float(model.beta) == tied[len(tied) // 2]
+
+
+def test_separations_are_tried_on_the_finalists(calibrated):
+    _, model, _ = calibrated
+    first, *rest = np.moveaxis(np.asarray(model.trials), 1, 0)
+    assert np.isfinite(first).all()
+    finalists = set(np.argsort(first.min(-1), kind="stable")[:FINALISTS])
+    for trials in rest:
+        assert set(np.flatnonzero(np.isfinite(trials).all(-1))) == finalists
+        assert np.isfinite(trials).all(-1).sum() == np.isfinite(trials).any(-1).sum()
+
+
+def test_no_fixed_similarity_is_clearly_better_on_fresh_copies(calibrated):
+    _, model, copies = calibrated
+    query, observed, target = copies
+    errors, _ = errors_and_top1(model, copies)
+    for name, similarity in FIXED.items():
+        index = model.names.index(name)
+        separation_betas = model.trials[index, 0]
+        beta = model.betas[index, int(jnp.argmin(separation_betas))]
+        state = retrieve(
+            MEMORIES, query, beta=beta, similarity=similarity, observed=observed
+        ).state
+        loss = errors - errors_of(state, target)
+        slack = 3 * loss.std() / loss.size**0.5
+        assert loss.mean() <= slack + 0.01 * errors.mean() + 1e-6 * SPREAD, name
+
+
+def test_the_expected_error_is_that_of_fresh_copies(calibrated):
+    _, model, copies = calibrated
+    errors, right = errors_and_top1(model, copies)
+    own = errors.std() / errors.size**0.5
+    slack = 3 * np.hypot(own, float(model.standard_error)) + 1e-6 * SPREAD
+    assert abs(errors.mean() - float(model.expected_error)) <= slack + (
+        0.1 * errors.mean()
+    )
+    assert abs(right.mean() - float(model.expected_top1)) <= 0.05
+    assert 0 <= model.standard_error <= 0.05 * model.expected_error + 1e-3 * SPREAD
+
+
+def test_the_same_key_gives_the_same_numbers(calibrated):
+    corrupt, model, _ = calibrated
+    again = calibrate(KEY, MEMORIES, corrupt)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    jax.tree.map(np.testing.assert_array_equal, again, model)
+    other = calibrate(jax.random.key(1), MEMORIES, corrupt)
+    assert (other.trials != model.trials).any()
+
+
+def test_calibration_retrieves_as_the_function_does(calibrated, tmp_path):
+    _, model, (query, observed, _) = calibrated
+    query = query[:5]
+    observed = None if observed is None else observed[:5]
+    expected = retrieve(
+        MEMORIES,
+        query,
+        beta=model.beta,
+        separation=model.separation,
+        similarity=model.similarity,
+        observed=observed,
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        model.retrieve(MEMORIES, query, observed=observed),
+        expected,
+    )
+    loaded = load(save(tmp_path / "model", model))
+    inside = jax.jit(lambda model: model.retrieve(MEMORIES, query, observed=observed))
+    assert_close(inside(loaded).state, expected.state)
+
+
+def test_the_summary_says_what_was_chosen(calibrated):
+    _, model, _ = calibrated
+    number = r"-?\d\.?\d*(e[+-]\d+)?|\d+(\.\d+)?"
+    pattern = (
+        rf"{re.escape(model.name)} with (softmax|entmax|sparsemax) at beta ({number}): "
+        rf"expected error ({number}) ± ({number}), top-1 ([01]\.\d\d\d)"
+    )
+    found = re.fullmatch(pattern, model.summary())
+    assert found, model.summary()
+    assert found[1] == type(model.separation).__name__.lower()
+    assert float(found[2]) == pytest.approx(float(model.beta), rel=0.01)
+    assert float(found[5]) == pytest.approx(float(model.expected_error), rel=0.01)
+
+
+@pytest.mark.parametrize("calibrated", ["mask", "noise"], indirect=True)
+def test_calibration_comes_close_to_the_posterior_mean(calibrated):
+    corrupt, model, copies = calibrated
+    errors, _ = errors_and_top1(model, copies)
+    query, _, target = copies
+    limit = errors_of(posterior_mean(corrupt, MEMORIES, query), target).mean()
+    assert limit - 0.1 <= errors.mean() <= max(1.5 * limit, limit + 0.5)
+    if corrupt == Mask(0.8):
+        assert isinstance(model.similarity.kernel, LikelihoodKernel)
+
+
+def test_known_masks_try_no_kernel_that_differs_for_each_query():
+    known = default_candidates(KEY, MEMORIES, Mask(0.5, known=True), ridges=(1.0,))
+    unknown = default_candidates(KEY, MEMORIES, Mask(0.5), ridges=(1.0,), ranks=(2,))
+    ranks = [f"likelihood, rank {rank}" for rank in (2, 8, "full")]
+    assert list(known) == [*FIXED, *ranks]
+    assert list(unknown) == [
+        *FIXED,
+        "centred cosine",
+        "closed form 1, angular",
+        "closed form 1",
+        ranks[0],
+    ]
+    assert unknown[ranks[0]].kernel.memory_table.shape[-1] == 2
+
+
+def test_given_candidates_and_separations_are_tried_alone():
+    memories = MEMORIES[:12].astype(jnp.float64)
+    trained = fit_sgd(memories, rate=1.0, steps=20).kernel
+    candidates = {"plain": Dot(), "trained": Dot(trained), "angle": Cosine(trained)}
+    separations = [Softmax(), Sparsemax()]
+    model = calibrate(
+        KEY,
+        memories,
+        Mask(0.5),
+        candidates=candidates,
+        separations=separations,
+        queries=20,
+    )
+    assert model.names == ("plain", "trained", "angle")
+    assert model.separations == ("Softmax()", "Sparsemax()")
+    assert type(model.similarity) is type(candidates[model.name])
+    assert model.name != "plain"
+    assert model.trials.dtype == model.beta.dtype == jnp.float64
+    # The trials are errors of plain retrievals.
+    sweep_key = jax.random.split(KEY, 3)[1]
+    query, _, target = corrupted_copies(sweep_key, memories, Mask(0.5), 24)
+    for index in [(0, 0, 3), (1, 1, 9)]:
+        state = retrieve(
+            memories,
+            query,
+            beta=model.betas[index[0], index[2]],
+            separation=separations[index[1]],
+            similarity=tuple(candidates.values())[index[0]],
+        ).state
+        error = ((state - memories[target]) ** 2).sum(-1).mean()
+        assert_close(model.trials[index], error)
+
+
+def test_half_precision_memories_are_handled_in_float32():
+    memories = MEMORIES[:12].astype(jnp.bfloat16)
+    options = {"candidates": {"cosine": Cosine()}, "separations": [Softmax()]}
+    model = calibrate(KEY, memories, Mask(0.3), **options)
+    assert model.trials.dtype == model.expected_error.dtype == jnp.float32
+    same = calibrate(KEY, memories.astype(jnp.float32), Mask(0.3), **options)
+    jax.tree.map(np.testing.assert_array_equal, model, same)
+
+
+@pytest.mark.parametrize("number", [3, 12, 30])
+def test_copies_are_of_all_memories_alike(number):
+    memories = MEMORIES[:12]
+    query, observed, target = corrupted_copies(KEY, memories, Mask(0.0), number)
+    assert observed is None
+    np.testing.assert_array_equal(query, memories[target])
+    counts = np.bincount(target, minlength=12)
+    assert counts.sum() == number
+    assert np.ptp(counts) <= 1
+
+
+def test_sweep_errors_are_those_of_retrieval():
+    memories, target = MEMORIES[:9], jnp.asarray([0, 4, 8])
+    query, betas = memories[target] + 0.1, jnp.asarray([0.1, 2.0, 30.0], jnp.float32)
+    overlaps = Cosine()(memories, query)
+    errors = sweep_errors(memories, overlaps, target, Softmax(), betas)
+    for error, beta in zip(errors, betas, strict=True):
+        state = retrieve(memories, query, beta=beta, similarity=Cosine()).state
+        assert_close(error, ((state - memories[target]) ** 2).sum(-1).mean())
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_betas_follow_the_scale_of_the_overlaps(scale):
+    overlaps = scale * jnp.asarray(np.random.default_rng(0).normal(size=(5, 8)))
+    betas = beta_grid(overlaps, (0.1, 1000.0, 5))
+    assert betas[0] == 1
+    spread = np.asarray(overlaps).std(-1).mean()
+    assert_close(betas[1:] * spread, [0.1, 1.0, 10.0, 100.0, 1000.0])
+    assert np.isfinite(beta_grid(0 * overlaps)).all()
+
+
+def unobserved_nan(key, patterns):
+    seen = jax.random.bernoulli(key, 0.5, patterns.shape)
+    return jnp.where(seen, patterns, jnp.nan), seen
+
+
+def test_unobserved_components_may_hold_nan():
+    options = {"candidates": {"cosine": Cosine()}, "separations": [Softmax()]}
+    model = calibrate(KEY, MEMORIES[:12], unobserved_nan, **options)
+    assert np.isfinite(model.trials).all()
+    assert np.isfinite(model.expected_error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memories": MEMORIES[:1]}, r"at least two memories.*got \(1, 64\)"),
+        ({"memories": MEMORIES[None]}, r"shape \(M, d\), got \(1, 64, 64\)"),
+        (
+            {"memories": MEMORIES.at[1, 2].set(jnp.nan)},
+            "memories must be finite, got 1",
+        ),
+        ({"corrupt": 0.5}, "corrupt must be a function.*got 0.5"),
+        (
+            {"corrupt": lambda key, x: x[:, :3]},
+            r"keep the shape .*\d+, 64\), it ret.* 3",
+        ),
+        ({"corrupt": lambda key, x: x * jnp.nan}, "corrupted patterns must be finite"),
+        ({"queries": 0}, "queries must be at least 1, got 0"),
+        ({"queries": 1.5}, "queries must be an integer, got 1.5"),
+        ({"separations": ()}, "separations must name at least one"),
+        ({"candidates": {}}, "candidates must name at least one"),
+    ],
+)
+def test_bad_calibrations_are_refused(untyped, options, message):
+    arguments = {"memories": MEMORIES[:12], "corrupt": Mask(0.5)}
+    arguments |= {"candidates": {"cosine": Cosine()}} | options
+    with pytest.raises(ValueError, match=message):
+        calibrate(KEY, **arguments)
+
+
+def test_ridges_and_corruptions_are_checked_before_the_sweep():
+    with pytest.raises(ValueError, match="ridges must be at least 0, got -1"):
+        default_candidates(KEY, MEMORIES[:12], Mask(0.5), ridges=(-1.0,))

@@ -1,0 +1,215 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from conftest import assert_close, every_dtype
+
+from uhop_jax import Cosine, Mask, NegativeSquaredL2, Noise, posterior_mean, retrieve
+from uhop_jax.corruption import Corruption
+
+KEY = jax.random.key(0)
+log_likelihood = jax.jit(lambda corrupt, *arrays: corrupt.log_likelihood(*arrays))
+
+
+def halve(key, patterns):
+    return patterns / 2
+
+
+CORRUPTIONS = [
+    Mask(0.3),
+    Mask(0.3, known=True),
+    Noise(0.3),
+    Noise(0.3, low=None, high=None),
+    Noise(0.3, low=-0.1, high=None),
+    Noise(0.5, kind="norm"),
+    halve,
+]
+
+
+def images(*shape, seed=0, dtype=jnp.float64):
+    """Uniform numbers with many exact zeros and ones."""
+    numbers = np.random.default_rng(seed).uniform(-0.3, 1.3, size=shape)
+    return jnp.asarray(numbers.clip(0, 1), dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=repr)
+def test_corruption_keeps_shape_and_dtype_and_follows_its_key(corrupt, dtype):
+    patterns, corruption = images(3, 20, 30, dtype=dtype), Corruption.of(corrupt)
+    query, observed = corruption(KEY, patterns)
+    assert query.shape == patterns.shape
+    assert query.dtype == dtype
+    np.testing.assert_array_equal(query, corruption(KEY, patterns)[0])
+    other, _ = corruption(jax.random.key(1), patterns)
+    assert (query == other).all() == (corrupt is halve)
+    if observed is None:
+        assert not getattr(corrupt, "known", False)
+    else:
+        assert observed.dtype == bool
+        np.testing.assert_array_equal(query, jnp.where(observed, patterns, 0 * query))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.8, 1.0])
+def test_mask_hides_its_fraction_of_every_pattern(fraction):
+    patterns = jnp.ones((400, 100))
+    query = np.asarray(Mask(fraction)(KEY, patterns))
+    assert set(np.unique(query)) <= {0.0, 1.0}
+    deviation = np.sqrt(fraction * (1 - fraction))
+    assert abs(1 - query.mean() - fraction) <= 4 * deviation / 200
+    for axis in (0, 1):  # independent over patterns and over components
+        hidden = (query == 0).sum(axis)
+        expected = deviation * np.sqrt(query.shape[axis])
+        assert abs(hidden.std() - expected) <= 0.3 * expected
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
+def test_noise_has_its_scale_and_is_clamped(scale):
+    patterns = images(300, 100)
+    raw = np.asarray(Noise(scale, low=None, high=None)(KEY, patterns) - patterns)
+    assert abs(raw.mean()) <= 5 * scale / raw.size**0.5
+    assert abs(raw.std() - scale) <= 0.02 * scale
+    for low, high in [(0.0, 1.0), (0.2, None), (None, 0.7)]:
+        clamped = Noise(scale, low=low, high=high)(KEY, patterns)
+        np.testing.assert_array_equal(clamped, np.clip(patterns + raw, low, high))
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
+def test_norm_noise_has_that_norm(scale):
+    noise = Noise(scale, low=None, high=None, kind="norm")
+    patterns = images(5, 7, 12)
+    norms = np.linalg.norm(noise(KEY, patterns) - patterns, axis=-1)
+    assert_close(norms, np.full((5, 7), scale))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_mask_likelihood_is_the_product_over_components(fraction):
+    memories = images(6, 8)
+    query = jnp.concatenate([Mask(0.3)(KEY, memories), jnp.zeros((1, 8)), memories])
+    expected = np.ones((len(query), 6))
+    for (i, q), (j, m) in itertools.product(
+        enumerate(np.asarray(query)), enumerate(np.asarray(memories))
+    ):
+        for a, c in zip(m, q, strict=True):
+            expected[i, j] *= (1 - fraction) * (a == c) + fraction * (c == 0)
+    with np.errstate(divide="ignore"):
+        expected = np.log(expected)
+    assert_close(log_likelihood(Mask(fraction), memories, query), expected)
+    single = log_likelihood(Mask(fraction), memories, query[0])
+    assert_close(single, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (None, 1.0), (0.0, None), (None, None)]
+)
+@pytest.mark.parametrize("scale", [0.2, 1.0])
+def test_noise_likelihood_is_that_of_clamped_gaussians(scale, low, high):
+    memories, noise = images(6, 8), Noise(scale, low=low, high=high)
+    query = noise(KEY, images(2, 5, 8, seed=1))
+    a, c = np.asarray(memories), np.asarray(query)[..., None, :]
+    log_p = scipy.stats.norm.logpdf(c, a, scale)
+    if low is not None:
+        assert (query == low).any()
+        log_p = np.where(c == low, scipy.stats.norm.logcdf(low, a, scale), log_p)
+    if high is not None:
+        assert (query == high).any()
+        log_p = np.where(c == high, scipy.stats.norm.logsf(high, a, scale), log_p)
+    actual, expected = log_likelihood(noise, memories, query), log_p.sum(-1)
+    assert_close(actual - actual[..., :1], expected - expected[..., :1])
+
+
+def test_posterior_mean_is_bayes_on_a_tiny_example():
+    memories = jnp.asarray([[1.0, 2.0, 0.0], [1.0, 3.0, 4.0]])
+    query = jnp.asarray([[1.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
+    p, q = 0.4, 0.6
+    first, second = (q * p, q * p * p), (p * p, p**3)  # of rows 0 and 2
+    expected = [
+        np.average(memories, axis=0, weights=first),
+        memories[1],
+        np.average(memories, axis=0, weights=second),
+    ]
+    assert_close(posterior_mean(Mask(p), memories, query), expected)
+    half = memories.astype(jnp.bfloat16)
+    assert posterior_mean(Mask(p), half, half).dtype == jnp.float32
+
+
+def test_posterior_mean_of_raw_noise_is_softmax_of_squared_distance():
+    memories, noise = images(6, 4), Noise(0.3, low=None, high=None)
+    query = noise(KEY, memories)
+    expected = retrieve(
+        memories, query, beta=1 / (2 * 0.3**2), similarity=NegativeSquaredL2()
+    )
+    assert_close(posterior_mean(noise, memories, query), expected.state)
+
+
+@pytest.mark.parametrize(
+    "corrupt", [Mask(0.7), Noise(0.5), Noise(0.5, low=None)], ids=repr
+)
+def test_no_beta_does_better_than_the_posterior_mean(corrupt):
+    memories = images(20, 6)
+    target = jnp.tile(memories, (50, 1))
+    query = corrupt(KEY, target)
+
+    def errors(state):
+        return np.asarray(((state - target) ** 2).sum(-1))
+
+    limit = errors(jax.jit(posterior_mean)(corrupt, memories, query))
+    for similarity in (Cosine(), NegativeSquaredL2()):
+        for beta in (0.3, 1.0, 2.0, 5.0, 10.0, 30.0, 1000.0):
+            state = retrieve(memories, query, beta=beta, similarity=similarity).state
+            worse = errors(state) - limit
+            assert worse.mean() > -3 * worse.std() / worse.size**0.5
+
+
+def test_numbers_of_a_corruption_do_not_compile_anew(compilations):
+    apply = jax.jit(lambda corruption, key, x: corruption(key, x))
+    patterns, other = images(4, 5), images(4, 5, seed=1)
+    for make in (Mask, Noise, lambda _: halve):
+        apply(Corruption.of(make(0.3)), KEY, patterns)
+        before = len(compilations)
+        assert before
+        query, _ = apply(Corruption.of(make(0.9)), KEY, other)
+        assert len(compilations) == before
+        expected, _ = Corruption.of(make(0.9))(KEY, other)
+        assert_close(query, expected)
+
+
+def test_a_corruption_is_wrapped_once_and_keeps_the_dtype():
+    wrapped = Corruption.of(Mask(0.3))
+    assert Corruption.of(wrapped) is wrapped
+    assert jax.tree.leaves(wrapped) == [0.3]
+    doubled = Corruption.of(lambda key, x: (x.astype(jnp.float64), x > 0))
+    query, observed = doubled(KEY, images(3, 4, dtype=jnp.float32))
+    assert query.dtype == jnp.float32
+    np.testing.assert_array_equal(observed, query > 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: Corruption.of(0.5), "must be a function of a key.*got 0.5"),
+        (
+            lambda x: Corruption.of(lambda key, x: x[:2])(KEY, x),
+            r"must keep the shape \(3, 4\), it returned \(2, 4\)",
+        ),
+        (lambda x: Mask(1.5)(KEY, x), r"fraction must be in \[0, 1\], got 1.5"),
+        (lambda x: Mask(-0.5)(KEY, x), r"fraction must be in \[0, 1\], got -0.5"),
+        (lambda x: Mask(np.nan)(KEY, x), r"fraction must be in \[0, 1\], got nan"),
+        (lambda x: Noise(-1.0)(KEY, x), "scale must be at least 0, got -1"),
+        (lambda x: Noise(np.nan)(KEY, x), "scale must be at least 0, got nan"),
+        (
+            lambda x: Noise(kind="salt")(KEY, x),
+            "unknown kind of noise 'salt'; choose one of pixel, norm",
+        ),
+        (
+            lambda x: Noise(kind="norm").log_likelihood(x, x),
+            "closed for kind 'pixel' alone, got kind 'norm'",
+        ),
+        (lambda x: posterior_mean(Mask(), x, x[:, :3]), "dimension 4, queries 3"),
+    ],
+)
+def test_bad_corruptions_are_refused(untyped, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(images(3, 4))

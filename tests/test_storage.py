@@ -1,0 +1,286 @@
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import every_dtype
+
+import uhop_jax
+from uhop_jax import (
+    Calibration,
+    Centering,
+    Cosine,
+    Dot,
+    Entmax,
+    LikelihoodKernel,
+    LinearKernel,
+    Mask,
+    Noise,
+    Polynomial,
+    Softmax,
+    TopK,
+    load,
+    retrieve,
+    save,
+)
+from uhop_jax.corruption import Corruption
+from uhop_jax.separation import SEPARATIONS
+from uhop_jax.similarity import SIMILARITIES
+
+
+def draw(*shape, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def likelihood(dtype):
+    edges = jnp.sort(draw(4, dtype=dtype))
+    tables = draw(5, 2, dtype=dtype), draw(5, 2, dtype=dtype, seed=1)
+    return LikelihoodKernel(*tables, edges, edges + 1, 3)
+
+
+def calibration(dtype):
+    numbers = [draw(dtype=dtype, seed=n) for n in range(4)]
+    return Calibration(
+        Cosine(LinearKernel(draw(2, 3, dtype=dtype))),
+        Entmax(1.5),
+        *numbers,
+        trials=draw(2, 1, 4, dtype=dtype).at[0, 0, 1].set(jnp.nan),
+        betas=draw(2, 4, dtype=dtype),
+        name="größer",
+        names=("größer", "kleiner"),
+        separations=("Entmax(alpha=1.5)",),
+    )
+
+
+OBJECTS = {
+    "array": lambda dtype: draw(2, 3, dtype=dtype),
+    "scalar": lambda dtype: jnp.asarray(1.5, dtype),
+    "empty": lambda dtype: jnp.zeros((0, 3), dtype),
+    "linear": lambda dtype: LinearKernel(draw(4, 3, dtype=dtype)),
+    "centred": lambda dtype: LinearKernel(
+        draw(4, 3, dtype=dtype), draw(3, dtype=dtype)
+    ),
+    "sets": lambda dtype: LinearKernel(draw(2, 4, 3, dtype=dtype)),
+    "centring": lambda dtype: Centering(draw(3, dtype=dtype)),
+    "likelihood": likelihood,
+    "dot likelihood": lambda dtype: Dot(likelihood(dtype)),
+    "alphas": lambda dtype: Entmax(jnp.abs(draw(3, dtype=dtype)) + 1),
+    "alpha": lambda dtype: Entmax(1.25),
+    "polynomial": lambda dtype: Polynomial(7),
+    "top-k": lambda dtype: TopK(3),
+    "mask": lambda dtype: Mask(jnp.asarray(0.3, dtype), known=True),
+    "noise": lambda dtype: Noise(0.2, low=None, high=2.5, kind="norm"),
+    "calibration": calibration,
+    "tuple": lambda dtype: (Softmax(), None, (True, 3, 0.1, "text")),
+}
+OBJECTS |= {name: lambda dtype, cls=cls: cls() for name, cls in SEPARATIONS.items()}
+OBJECTS |= {name: lambda dtype, cls=cls: cls() for name, cls in SIMILARITIES.items()}
+OBJECTS |= {
+    f"{name} with a kernel": lambda dtype, cls=cls: cls(
+        LinearKernel(draw(4, 3, dtype=dtype), draw(3, dtype=dtype))
+    )
+    for name, cls in SIMILARITIES.items()
+}
+KERNEL = LinearKernel(draw(4, 3))
+
+
+def assert_same(actual, expected):
+    """Equal bit for bit, types and static fields included."""
+    actual, structure = jax.tree.flatten(actual)
+    expected, same = jax.tree.flatten(expected)
+    assert structure == same
+    for a, b in zip(actual, expected, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, jax.Array):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        else:
+            assert a == b
+
+
+@every_dtype
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, make, dtype):
+    tree = make(dtype)
+    path = save(tmp_path / "file.npz", tree)
+    assert path == tmp_path / "file.npz"
+    assert os.listdir(tmp_path) == ["file.npz"]
+    assert_same(load(path), tree)
+    with np.load(path, allow_pickle=False) as file:  # bytes and JSON, nothing else
+        parts = dict(file)
+    assert json.loads(str(parts.pop("description")))["uhop_jax"] == 1
+    assert {part.dtype for part in parts.values()} <= {np.dtype(np.uint8)}
+
+
+def test_every_public_type_can_be_saved(tmp_path):
+    dataclasses = {
+        name
+        for name, value in vars(uhop_jax).items()
+        if hasattr(value, "__dataclass_fields__")
+    }
+    saved = set()
+    for make in OBJECTS.values():
+        tree = [make(jnp.float32)]
+        for part in tree:
+            saved.add(type(part).__name__)
+            tree.extend(
+                getattr(part, name) for name in ("kernel",) if hasattr(part, name)
+            )
+    assert dataclasses <= saved
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [("a", "a.npz"), ("a.npz", "a.npz"), ("a.b", "a.b.npz"), ("a.npy", "a.npy.npz")],
+)
+def test_the_suffix_is_added(tmp_path, name, written):
+    for path in (tmp_path / name, str(tmp_path / name)):
+        assert save(path, KERNEL) == tmp_path / written
+        assert_same(load(str(tmp_path / written)), KERNEL)
+
+
+def test_a_loaded_similarity_retrieves_as_before_without_compiling(
+    tmp_path, compilations
+):
+    memories, query = draw(5, 3), draw(2, 3, seed=1)
+    run = jax.jit(lambda model: retrieve(memories, query, beta=2.0, similarity=model))
+    similarity = Cosine(LinearKernel(draw(4, 3, seed=2), draw(3, seed=3)))
+    expected = run(similarity)
+    loaded = load(save(tmp_path / "file", similarity))
+    before = len(compilations)
+    assert_same(run(loaded), expected)
+    assert len(compilations) == before
+
+
+@pytest.mark.parametrize("fails", ["savez", "replace"])
+def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch, fails):
+    def interrupt(file, *args, **arrays):
+        if fails == "savez":
+            file.write(b"PK half of it")
+        raise KeyboardInterrupt
+
+    path = save(tmp_path / "file", KERNEL)
+    monkeypatch.setattr(
+        *((np, "savez") if fails == "savez" else (os, fails)), interrupt
+    )
+    with pytest.raises(KeyboardInterrupt):
+        save(path, Softmax())
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["file.npz"]
+    assert_same(load(path), KERNEL)
+    save(path, Softmax())
+    assert_same(load(path), Softmax())
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (lambda: {"a": 1}, "tree cannot be saved: got dict, expected an array or one"),
+        (lambda: object(), "tree cannot be saved: got object"),
+        (lambda: print, "tree cannot be saved: got builtin_function_or_method"),
+        (lambda: jax.random.key(0), "tree cannot be saved"),
+        (lambda: (1, {2}), "tree.1 cannot be saved: got set"),
+        (lambda: Corruption.of(Mask()), "tree cannot be saved: got Corruption"),
+        (lambda: Dot({"a": 1}), "tree.kernel cannot be saved: got dict"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(untyped, tmp_path, tree, message):
+    path = save(tmp_path / "file", KERNEL)
+    with pytest.raises(ValueError, match=message):
+        save(path, tree())
+    assert os.listdir(tmp_path) == ["file.npz"]
+    assert_same(load(path), KERNEL)
+
+
+DAMAGED = "is damaged, or was not saved by uhop_jax"
+
+
+def damaged(path, damage):
+    """Saves a kernel in `path` and damages the file."""
+    content = save(path, KERNEL).read_bytes()
+    path.write_bytes(damage(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: content[:-1], id="last byte"),
+        pytest.param(lambda content: content[: len(content) // 2], id="half"),
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: b"a text\n", id="text"),
+        pytest.param(
+            lambda content: content.replace(
+                np.asarray(KERNEL.weights).tobytes(), bytes(48)
+            ),
+            id="bits",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, damage):
+    path = tmp_path / "file.npz"
+    damaged(path, damage)
+    with pytest.raises(ValueError, match=f"file.npz {DAMAGED}"):
+        load(path)
+
+
+def test_missing_files_are_refused(tmp_path):
+    for path in (tmp_path / "file.npz", tmp_path):
+        with pytest.raises(ValueError, match=f"no such file: {path}"):
+            load(path)
+
+
+def test_foreign_files_are_refused_and_pickles_never_opened(tmp_path):
+    path = tmp_path / "file.npz"
+    for arrays in ({"weights": np.zeros(3)}, {"description": np.asarray([{}], object)}):
+        np.savez(path, **arrays)
+        with pytest.raises(ValueError, match=f"file.npz {DAMAGED}"):
+            load(path)
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(ValueError, match=f"file.npz {DAMAGED}"):
+        load(path)
+
+
+ARRAY = {"array": "w", "dtype": "float32", "shape": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ({"uhop_jax": 2, "tree": {"plain": 1}}, "file.npz has format 2, this version"),
+        (
+            {"uhop_jax": 1, "tree": {"type": "Telepathy", "fields": {}}},
+            "file.npz holds a Telepathy, unknown",
+        ),
+        (
+            {"uhop_jax": 1, "tree": {"type": "Corruption", "fields": {}}},
+            "file.npz holds a Corruption, unknown",
+        ),
+        ([], DAMAGED),
+        ({"tree": {"plain": 1}}, DAMAGED),
+        ({"uhop_jax": "1", "tree": {"plain": 1}}, DAMAGED),
+        ({"uhop_jax": 1, "tree": {}}, DAMAGED),
+        ({"uhop_jax": 1, "tree": None}, DAMAGED),
+        ({"uhop_jax": 1, "tree": {"type": "Dot"}}, DAMAGED),
+        ({"uhop_jax": 1, "tree": {"type": "Dot", "fields": {"a": {}}}}, DAMAGED),
+        ({"uhop_jax": 1, "tree": {**ARRAY, "array": "v"}}, DAMAGED),
+        ({"uhop_jax": 1, "tree": {**ARRAY, "shape": [2, 4]}}, DAMAGED),
+        ({"uhop_jax": 1, "tree": {**ARRAY, "dtype": "float33"}}, DAMAGED),
+        (
+            {
+                "uhop_jax": 1,
+                "tree": {"type": "Softmax", "fields": {"alpha": {"plain": 1}}},
+            },
+            DAMAGED,
+        ),
+    ],
+    ids=str,
+)
+def test_unknown_and_malformed_descriptions_are_refused(tmp_path, description, message):
+    path = tmp_path / "file.npz"
+    arrays = {"w": np.zeros(24, np.uint8)}
+    np.savez(path, description=np.asarray(json.dumps(description)), **arrays)
+    with pytest.raises(ValueError, match=message):
+        load(path)
