@@ -64,7 +64,7 @@ def calibrated(request):
     """A corruption, the model calibrated for it, and fresh corrupted copies."""
     corrupt = CORRUPTIONS[request.param]
     copies = corrupted_copies(jax.random.key(99), MEMORIES, corrupt, 1024)
-    return corrupt, calibrate(KEY, MEMORIES, corrupt), copies
+    return corrupt, calibrate(KEY, MEMORIES, corrupt, queries=256), copies
 
 
 def errors_of(state, target):
@@ -140,10 +140,10 @@ def test_the_expected_error_is_that_of_fresh_copies(calibrated):
 
 def test_the_same_key_gives_the_same_numbers(calibrated):
     corrupt, model, _ = calibrated
-    again = calibrate(KEY, MEMORIES, corrupt)
+    again = calibrate(KEY, MEMORIES, corrupt, queries=256)
     assert jax.tree.structure(again) == jax.tree.structure(model)
     jax.tree.map(np.testing.assert_array_equal, again, model)
-    other = calibrate(jax.random.key(1), MEMORIES, corrupt)
+    other = calibrate(jax.random.key(1), MEMORIES, corrupt, queries=256)
     assert (other.trials != model.trials).any()
 
 

@@ -36,7 +36,9 @@ def images(*shape, seed=0, dtype=jnp.float64):
 
 
 @every_dtype
-@pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=repr)
+@pytest.mark.parametrize(
+    "corrupt", CORRUPTIONS, ids=lambda c: c.__name__ if c is halve else repr(c)
+)
 def test_corruption_keeps_shape_and_dtype_and_follows_its_key(corrupt, dtype):
     patterns, corruption = images(3, 20, 30, dtype=dtype), Corruption.of(corrupt)
     query, observed = corruption(KEY, patterns)

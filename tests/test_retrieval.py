@@ -369,6 +369,21 @@ def test_converge_row_by_row(separation):
     assert_close(together.weights @ memories, together.state)
 
 
+@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+def optimised_weights(memories, query, beta, alpha):
+    return retrieve(
+        memories, query, beta=beta, separation=Entmax(alpha), steps=2
+    ).weights
+
+
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
+def test_one_hot_weights_are_exact(alpha):
+    """A fused multiply and subtract leaves the rounding of `beta z` in the largest."""
+    memories, query = normal(COUNT, DIMENSION), normal(4, DIMENSION, seed=5)
+    p = optimised_weights(memories, query, jnp.linspace(17, 20, 4), alpha)
+    np.testing.assert_array_equal(p, jnp.eye(COUNT)[p.argmax(-1)])
+
+
 @pytest.mark.parametrize("cap", [1, 2, 5])
 def test_converge_stops_at_the_cap(cap):
     memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)

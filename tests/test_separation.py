@@ -457,20 +457,6 @@ def test_margin(sep, margin):
     np.testing.assert_array_equal(sep.margin(), margin)
 
 
-@jax.jit
-def weights_of_product(sep, beta, z):
-    return sep(beta[:, None] * z)
-
-
-@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 3.0])
-def test_one_hot_weights_are_exact_when_the_product_is_fused(alpha):
-    """A fused multiply and subtract leaves the rounding of `beta z` in the largest."""
-    z = normal(20, 9).at[:, 2].set(jnp.linspace(5, 8, 20))
-    beta = jnp.linspace(15, 30, 20)
-    p = weights_of_product(Entmax(alpha), beta, z)
-    np.testing.assert_array_equal(p, np.tile(np.eye(9)[2], (20, 1)))
-
-
 finite = st.floats(-50, 50, width=64)
 rows = npst.arrays(np.float64, 9, elements=finite)
 shorter_rows = npst.arrays(np.float64, 8, elements=finite)

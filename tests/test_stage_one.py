@@ -252,7 +252,7 @@ def test_sgd_is_algorithm_1_in_both_spaces(variant):
             fitted = fit_sgd(
                 memories, steps=8, path=path, snapshots=range(9), **options
             )
-            moved = np.asarray(fitted.snapshots.weights) - start
+            moved = np.asarray(fitted.snapshots.weights) - expected[:1]
             assert relative(moved, expected - expected[:1]) < 1e-9
             assert_close(fitted.kernel.weights, expected[-1])
             features = jnp.asarray(memories @ np.swapaxes(expected, 1, 2))
@@ -664,7 +664,7 @@ BAD_OPTIONS = [
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        pytest.param(METHODS[name], options, message, id=f"{name}-{options}")
+        pytest.param(METHODS[name], options, message, id=f"{name}-{message}")
         for names, options, message in BAD_OPTIONS
         for name in ([names] if names in METHODS else names.split())
     ],
