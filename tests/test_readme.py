@@ -8,7 +8,7 @@ import jax
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
+def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys, untyped):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
     names: dict = {}

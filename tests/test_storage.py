@@ -16,6 +16,7 @@ from uhop_jax import (
     Entmax,
     LikelihoodKernel,
     LinearKernel,
+    LowRankKernel,
     Mask,
     Noise,
     Polynomial,
@@ -63,6 +64,12 @@ OBJECTS = {
         draw(4, 3, dtype=dtype), draw(3, dtype=dtype)
     ),
     "sets": lambda dtype: LinearKernel(draw(2, 4, 3, dtype=dtype)),
+    "low rank": lambda dtype: LowRankKernel(
+        draw(dtype=dtype), draw(3, 2, dtype=dtype), draw(2, 3, dtype=dtype)
+    ),
+    "rank 0": lambda dtype: LowRankKernel(
+        draw(dtype=dtype), draw(3, 0, dtype=dtype), draw(0, 3, dtype=dtype)
+    ),
     "centring": lambda dtype: Centering(draw(3, dtype=dtype)),
     "likelihood": likelihood,
     "dot likelihood": lambda dtype: Dot(likelihood(dtype)),

@@ -8,7 +8,13 @@ retrieval dynamics and energies, Stage I, calibration.
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.closed_form import fit_closed_form
 from uhop_jax.corruption import Mask, Noise, posterior_mean
-from uhop_jax.kernels import Centering, Kernel, LikelihoodKernel, LinearKernel
+from uhop_jax.kernels import (
+    Centering,
+    Kernel,
+    LikelihoodKernel,
+    LinearKernel,
+    LowRankKernel,
+)
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.losses import separation_loss, smallest_separation
 from uhop_jax.retrieval import (
@@ -61,6 +67,7 @@ __all__ = [
     "Kernel",
     "LikelihoodKernel",
     "LinearKernel",
+    "LowRankKernel",
     "Mask",
     "NegativeL1",
     "NegativeL2",

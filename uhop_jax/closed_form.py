@@ -16,12 +16,12 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import gram_matrix
-from uhop_jax.kernels import LinearKernel
+from uhop_jax.kernels import LinearKernel, LowRankKernel
 
 
 def fit_closed_form(
     memories: Float[Array, "*sets M d"], *, ridge: ArrayLike = 1.0
-) -> LinearKernel:
+) -> LinearKernel | LowRankKernel:
     r"""Whitening with a ridge: a separating kernel without iterations.
 
     :math:`A = W^T W = (\Xi^T \Xi / M + \lambda \bar s I)^{-1}`, with `s` the mean
@@ -35,7 +35,8 @@ def fit_closed_form(
       ridge: `lambda >= 0`.
 
     Returns:
-      A kernel `(d, d)`, or `(M, d)` if the ridge is the number 0.
+      A symmetric `W (d, d)`, as a `LowRankKernel` of rank `M` if `M < d`; or a
+      `LinearKernel` with `W (M, d)` if the ridge is the number 0.
 
     Raises:
       ValueError: if the ridge is negative, or is zero and the memories are dependent.
@@ -53,7 +54,9 @@ def fit_closed_form(
                 f"{memories.shape[-1]}; use a ridge above 0"
             )
         return LinearKernel(weights)
-    return LinearKernel(_whitening(memories, jnp.asarray(ridge, memories.dtype)))
+    M, d = memories.shape[-2:]
+    whiten = _whitening if M >= d else _low_rank_whitening
+    return whiten(memories, jnp.asarray(ridge, memories.dtype))
 
 
 @jax.jit
@@ -70,22 +73,29 @@ def _interpolation(memories: Array) -> Array:
 
 
 @jax.jit
-def _whitening(memories: Array, ridge: Array) -> Array:
-    r"""`A^(1/2)`, through the smaller of :math:`\Xi \Xi^T` and :math:`\Xi^T \Xi`."""
-    M, d = memories.shape[-2:]
+def _whitening(memories: Array, ridge: Array) -> LinearKernel:
+    r"""`A^(1/2)` from the eigenvectors of :math:`\Xi^T \Xi / M`."""
     einsum = functools.partial(jnp.einsum, precision="highest")
-    squares = (memories * memories).sum((-2, -1)) / (M * d)
-    floor = (ridge * squares)[..., None]
-    if M >= d:
-        covariance = einsum("...md,...me->...de", memories, memories) / M
-        values, vectors = jnp.linalg.eigh(covariance)
-        scale = lax.rsqrt(jnp.maximum(values, 0.0) + floor)
-        return einsum("...dk,...k,...ek->...de", vectors, scale, vectors)
+    covariance = einsum("...md,...me->...de", memories, memories) / memories.shape[-2]
+    values, vectors = jnp.linalg.eigh(covariance)
+    scale = lax.rsqrt(jnp.maximum(values, 0.0) + _floor(memories, ridge))
+    return LinearKernel(einsum("...dk,...k,...ek->...de", vectors, scale, vectors))
+
+
+@jax.jit
+def _low_rank_whitening(memories: Array, ridge: Array) -> LowRankKernel:
+    r"""`A^(1/2)` from the eigenvectors of :math:`\Xi \Xi^T / M`, a smaller matrix."""
+    M = memories.shape[-2]
+    floor = _floor(memories, ridge)
     values, vectors = jnp.linalg.eigh(gram_matrix(memories) / M)
     root, base = jnp.sqrt(jnp.maximum(values, 0.0) + floor), jnp.sqrt(floor)
     # (1/root - 1/base) in the span of the memories, written without its cancellation.
     change = -1 / (M * root * base * (root + base))
-    inner = einsum("...mk,...md->...kd", vectors, memories)
-    low_rank = einsum("...kd,...k,...ke->...de", inner, change, inner)
-    identity = jnp.broadcast_to(jnp.eye(d, dtype=memories.dtype), low_rank.shape)
-    return identity / base[..., None] + low_rank
+    right = jnp.einsum("...mk,...md->...kd", vectors, memories, precision="highest")
+    left = jnp.swapaxes(right, -1, -2) * change[..., None, :]
+    return LowRankKernel(1 / base[..., 0], left, right)
+
+
+def _floor(memories: Array, ridge: Array) -> Array:
+    r"""`(..., 1)`: the ridge times the mean eigenvalue of :math:`\Xi^T \Xi / M`."""
+    return (ridge * (memories * memories).mean((-2, -1)))[..., None]

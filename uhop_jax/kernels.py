@@ -88,6 +88,51 @@ class LinearKernel(Kernel):
 
 
 @frozen_pytree
+class LowRankKernel(Kernel):
+    r"""The linear feature map :math:`\Phi(u) = s u + L R u`, never built as a matrix.
+
+    What Stage I from `identity_start` and the closed form learn is such a correction of
+    the identity: features cost `2 r d` multiplications instead of `d^2`, and the kernel
+    as much memory.
+
+    Attributes:
+      scale: `s`, or `(sets,)`, one for each memory set.
+      left: `L (d, r)`, or `(sets, d, r)`.
+      right: `R (r, d)`, or `(sets, r, d)`.
+    """
+
+    scale: Float[Array, "*sets"]
+    left: Float[Array, "*sets d r"]
+    right: Float[Array, "*sets r d"]
+
+    @property
+    def dimension(self) -> int:
+        return self.right.shape[-1]
+
+    @property
+    def set_axes(self) -> int:
+        return self.right.ndim - 2
+
+    @property
+    def weights(self) -> Float[Array, "*sets d d"]:
+        """The matrix `W` of the map."""
+        identity = jnp.eye(self.dimension, dtype=self.right.dtype)
+        product = jnp.einsum(
+            "...dr,...re->...de", self.left, self.right, precision="highest"
+        )
+        return jnp.einsum("...,de->...de", self.scale, identity) + product
+
+    def memory_features(self, memories, observed=None):
+        return self.query_features(memories, observed)
+
+    def query_features(self, query, observed=None):
+        if observed is not None:
+            query = jnp.where(observed, query, jnp.zeros((), query.dtype))
+        correction = contract(contract(query, self.right), self.left)
+        return self.scale.astype(correction.dtype) * query + correction
+
+
+@frozen_pytree
 class Centering(Kernel):
     """The feature map `Phi(u) = u - c`, no more: for mean-centred comparisons.
 

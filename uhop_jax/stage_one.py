@@ -36,24 +36,27 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import contract, gram_matrix
-from uhop_jax.kernels import LinearKernel
+from uhop_jax.kernels import LinearKernel, LowRankKernel
 from uhop_jax.losses import LOSSES, PAIRS, Loss, delta_min_of_gram, loss_of_gram
+
+
+Fitted = LinearKernel | LowRankKernel
 
 
 class StageOne(NamedTuple):
     """Result of an iterative fit; batches of memory sets add a leading axis to all.
 
     Attributes:
-      kernel: the fitted kernel.
+      kernel: the fitted kernel; `kernel.weights` is the matrix `W`.
       loss: `(steps + 1,)`, the separation loss before each step and after the last.
       delta_min: `(steps + 1,)`, the smallest separation, `1 - max cos`, likewise.
       snapshots: kernels `(snapshots, D, d)` after the steps asked for, or None.
     """
 
-    kernel: LinearKernel
+    kernel: Fitted
     loss: Float[Array, "*sets steps_plus_1"]
     delta_min: Float[Array, "*sets steps_plus_1"]
-    snapshots: LinearKernel | None = None
+    snapshots: Fitted | None = None
 
 
 def gaussian_start(
@@ -73,8 +76,8 @@ def gaussian_start(
     return LinearKernel(jax.random.normal(key, (features, dimension)))
 
 
-def identity_start(dimension: int) -> LinearKernel:
-    r"""The deterministic start, `W_0 = sqrt(d) I`.
+def identity_start(dimension: int) -> LowRankKernel:
+    r"""The deterministic start, `W_0 = sqrt(d) I`, as a kernel of rank 0.
 
     Also the limit of `gaussian_start` as `D` grows, with `W_0` scaled by `sqrt(d / D)`:
     Stage I depends on `W_0` only through :math:`A_0 = W_0^T W_0`, which tends to `d I`.
@@ -84,7 +87,8 @@ def identity_start(dimension: int) -> LinearKernel:
       dimension: `d` of the patterns.
     """
     check_count("dimension", dimension, 1)
-    return LinearKernel(dimension**0.5 * jnp.eye(dimension))
+    scale = jnp.asarray(float(dimension) ** 0.5)
+    return LowRankKernel(scale, jnp.zeros((dimension, 0)), jnp.zeros((0, dimension)))
 
 
 def fit(
@@ -92,7 +96,7 @@ def fit(
     *,
     optimizer: optax.GradientTransformation,
     steps: int,
-    start: LinearKernel | None = None,
+    start: Fitted | None = None,
     kind: str = "average",
     t: ArrayLike = 2.0,
     normalize: bool = True,
@@ -138,7 +142,7 @@ def fit_sgd(
     rate: ArrayLike | optax.Schedule,
     steps: int,
     momentum: ArrayLike = 0.0,
-    start: LinearKernel | None = None,
+    start: Fitted | None = None,
     kind: str = "average",
     t: ArrayLike = 2.0,
     normalize: bool = True,
@@ -150,9 +154,10 @@ def fit_sgd(
     r"""Gradient descent on a separation loss [algorithm1], in the cheaper space.
 
     Every gradient in `W` lies in the span of the memories, and so does a velocity:
-    :math:`W_n = W_0 - W_0 \Xi^T B_n \Xi`, where the recursion of `B` needs `M x M`
-    matrices alone. An iteration then costs `O(M^3)` whatever `d` and `D` are, against
-    `O(M d D)`.
+    :math:`W_n = W_0 - U_n \Xi` with `U_n` in the span of :math:`W_0 \Xi^T`, and the
+    recursion needs `M x M` matrices alone. An iteration then costs `O(M^3)` whatever
+    `d` and `D` are, against `O(M d D)`. From `identity_start` the result is a
+    `LowRankKernel`, and nothing of size `d x d` is ever built.
 
     Args:
       memories: stored patterns, one per row.
@@ -187,14 +192,13 @@ def fit_sgd(
         raise ValueError(f"momentum must be below 1, got {momentum}")
     M, d = memories.shape[-2:]
     if path == "auto":
-        D = start.weights.shape[-2]
-        # Multiplications a step: four products of M x M against three of M x d x D.
-        cheaper = start.center is None and 4 * M * M < 3 * d * D
-        path = "gram" if cheaper else "weights"
+        D = start.weights.shape[-2] if _is_dense(start) else d
+        # Three products a step either way: M x M x M against M x d x D.
+        path = "gram" if _center(start) is None and M * M < d * D else "weights"
     rates = _rates(rate, steps).astype(memories.dtype) * d
     momentum = jnp.asarray(momentum).astype(memories.dtype)
     if path == "gram":
-        if start.center is not None:
+        if _center(start) is not None:
             raise ValueError("the gram path needs a start kernel without a center")
         run = functools.partial(_fit_gram, loss, steps, len(marks), normalize_rows)
         return _over_sets(
@@ -222,12 +226,18 @@ def fit_annealed(
     geometrically; the result is the iterate with the largest `delta_min` of all. A
     linear map can place the memories freely only if they are independent, so `M <= d`.
 
+    Only what `W` does to the span of the memories changes the loss, and `M` points span
+    `M` dimensions at most: the runs are on a matrix of at most `M x M`, whatever `d`
+    and `D` are, and the kernel found ignores what is orthogonal to every memory.
+
     Args:
       key: random key.
       memories: stored patterns, one per row.
-      features: dimension `D` of the features, by default `d`.
+      features: dimension `D` of the features, by default `d`; of more than `M`, `M`
+        are used.
       steps: updates of each run.
-      restarts: independent runs, in one compiled call.
+      restarts: independent runs, in one compiled call; the first begins at the memories
+        themselves if `features` leaves room for them.
       t_range: first and last `t`.
       learning_rate: Adam's first rate; it falls to zero along a cosine.
 
@@ -254,8 +264,7 @@ def fit_annealed(
     ts = jnp.geomspace(*t_range, steps + 1)
 
     def run(memories: Array, keys: Array) -> StageOne:
-        starts = jax.vmap(lambda key: gaussian_start(key, d, features))(keys)
-        return _fit_annealed(memories, starts, ts, learning_rate)
+        return _fit_annealed(memories, keys, ts, learning_rate, features)
 
     for _ in sets:
         run = jax.vmap(run)
@@ -269,7 +278,7 @@ def fit_annealed(
 
 def _stage_one_arguments(
     memories, steps, start, kind, t, normalize, pairs, snapshots
-) -> tuple[Loss, Array, LinearKernel, Array, tuple[int, ...]]:
+) -> tuple[Loss, Array, Fitted, Array, tuple[int, ...]]:
     check_choice("separation loss", kind, LOSSES)
     check_choice("pairs", pairs, PAIRS)
     check_count("steps", steps, 0)
@@ -295,6 +304,14 @@ def _stage_one_arguments(
     return Loss(kind, normalize, pairs), memories, start, t, marks
 
 
+def _is_dense(start: Fitted) -> bool:
+    return isinstance(start, LinearKernel)
+
+
+def _center(start: Fitted) -> Array | None:
+    return start.center if isinstance(start, LinearKernel) else None
+
+
 def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
     """Step sizes `(steps,)` of a number or a schedule."""
     if callable(rate):
@@ -303,7 +320,7 @@ def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
     return broadcast_rows("rate", rate, (steps,))
 
 
-def _over_sets(run, memories: Array, start: LinearKernel, *rest: Any) -> StageOne:
+def _over_sets(run, memories: Array, start: Fitted, *rest: Any) -> StageOne:
     """Calls `run(memories, start, *rest)`, mapped over the axes of memory sets."""
     axes = (0, 0 if start.set_axes else None, *(None for _ in rest))
     for _ in memories.shape[:-2]:
@@ -319,7 +336,7 @@ def _fit_weights(
     kept: int,
     normalize_rows: bool,
     memories: Array,
-    start: LinearKernel,
+    start: Fitted,
     t: Array,
     marks: Array,
     rates: Array | None = None,
@@ -330,8 +347,9 @@ def _fit_weights(
         assert rates is not None
         rates = jnp.append(rates, 0.0)  # even no steps are traced with a rate
         optimizer = optax.sgd(rates.__getitem__, momentum)
-    if start.center is not None:
-        memories = memories - start.center[None]
+    center = _center(start)
+    if center is not None:
+        memories = memories - center[None]
 
     def objective(weights: Array) -> tuple[Array, Array]:
         gram = gram_matrix(contract(memories, weights))
@@ -349,7 +367,14 @@ def _fit_weights(
     carry = (weights, optimizer.init(weights), slots)
     (weights, _, slots), history = lax.scan(body, carry, jnp.arange(steps))
     slots = _record(slots, order, steps, weights)[jnp.searchsorted(order, marks)]
-    return _finish(weights, start, slots, history, objective(weights), normalize_rows)
+    if normalize_rows:
+        weights, slots = _unit_rows(weights), _unit_rows(slots)
+    kept = None
+    if slots.shape[0]:
+        if center is not None:
+            centers = jnp.broadcast_to(center, (slots.shape[0], *center.shape))
+        kept = LinearKernel(slots, None if center is None else centers)
+    return _result(LinearKernel(weights, center), kept, history, objective(weights))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -359,51 +384,57 @@ def _fit_gram(
     kept: int,
     normalize_rows: bool,
     memories: Array,
-    start: LinearKernel,
+    start: Fitted,
     t: Array,
     marks: Array,
     rates: Array,
     momentum: Array,
 ) -> StageOne:
-    r"""Stage I by SGD on `B`, where :math:`W = W_0 - W_0 \Xi^T B \Xi`.
+    r"""Stage I by SGD on `C`, where :math:`W = W_0 - V C \Xi`.
 
-    With :math:`G = \Xi \Xi^T`, :math:`P = I - B G`, the Gram matrix of the features is
-    :math:`Q = P^T Q_0 P`, and the gradient in `W` is :math:`W_0 \Xi^T (2 P S) \Xi` with
-    `S` the symmetric part of :math:`dL/dQ`.
+    `V` has orthonormal columns and :math:`W_0 \Xi^T = V R`. With :math:`G = \Xi
+    \Xi^T`, the features are :math:`V F` with :math:`F = R - C G`, their Gram matrix is
+    :math:`Q = F^T F`, and the gradient in `W` is :math:`V (2 F S) \Xi` with `S` the
+    symmetric part of :math:`dL/dQ`.
     """
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     G = gram_matrix(memories)
-    features = contract(memories, start.weights)
-    Q0 = gram_matrix(features)
-    identity = jnp.eye(G.shape[0], dtype=G.dtype)
+    V, R = jnp.linalg.qr(start.memory_features(memories).T)
 
-    def objective(Q: Array) -> tuple[Array, Array]:
+    def features(C: Array) -> Array:
+        return R - product(C, G)
+
+    def objective(F: Array) -> tuple[Array, Array]:
+        Q = product(F.T, F)
         return loss_of_gram(Q, loss, t), delta_min_of_gram(Q)
 
-    def gram_of(B: Array) -> tuple[Array, Array]:
-        P = identity - product(B, G)
-        return P, product(P.T, product(Q0, P))
-
     def body(carry, inputs):
-        B, velocity, slots = carry
+        C, velocity, slots = carry
         rate, step = inputs
-        slots = _record(slots, order, step, B)
-        P, Q = gram_of(B)
-        (value, delta), slope = jax.value_and_grad(objective, has_aux=True)(Q)
-        velocity = momentum * velocity + product(P, slope + slope.T)
-        return (B + rate * velocity, velocity, slots), (value, delta)
+        slots = _record(slots, order, step, C)
+        F = features(C)
+        Q = product(F.T, F)
+        value, slope = jax.value_and_grad(loss_of_gram)(Q, loss, t)
+        velocity = momentum * velocity + product(F, slope + slope.T)
+        history = value, delta_min_of_gram(Q)
+        return (C + rate * velocity, velocity, slots), history
 
-    zero, order = jnp.zeros_like(G), jnp.sort(marks)
+    zero, order = jnp.zeros_like(R), jnp.sort(marks)
     carry = (zero, zero, jnp.zeros((kept, *zero.shape), zero.dtype))
-    (B, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
-    slots = _record(slots, order, steps, B)[jnp.searchsorted(order, marks)]
+    (C, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
+    slots = _record(slots, order, steps, C)[jnp.searchsorted(order, marks)]
 
-    def weights_of(B: Array) -> Array:
-        return start.weights - product(features.T, product(B, memories))
+    def kernel(C: Array) -> Fitted:
+        right = product(C, memories)
+        if isinstance(start, LowRankKernel) and not normalize_rows:
+            left = jnp.concatenate([start.left, -V], axis=1)
+            right = jnp.concatenate([start.right, right], axis=0)
+            return LowRankKernel(start.scale, left, right)
+        weights = start.weights - product(V, right)
+        return LinearKernel(_unit_rows(weights) if normalize_rows else weights)
 
-    last = objective(gram_of(B)[1])
-    snapshots = lax.map(weights_of, slots)
-    return _finish(weights_of(B), start, snapshots, history, last, normalize_rows)
+    snapshots = lax.map(kernel, slots) if kept else None
+    return _result(kernel(C), snapshots, history, objective(features(C)))
 
 
 def _record(slots: Array, order: Array, step: ArrayLike, value: Array) -> Array:
@@ -415,27 +446,17 @@ def _record(slots: Array, order: Array, step: ArrayLike, value: Array) -> Array:
     return slots.at[slot].set(value, mode="drop")
 
 
-def _finish(
-    weights: Array,
-    start: LinearKernel,
-    snapshots: Array,
+def _result(
+    kernel: Fitted,
+    snapshots: Fitted | None,
     history: tuple[Array, Array],
     last: tuple[Array, Array],
-    normalize_rows: bool,
 ) -> StageOne:
-    if normalize_rows:
-        weights, snapshots = _unit_rows(weights), _unit_rows(snapshots)
     losses, deltas = (
         jnp.concatenate([h, jnp.asarray(x)[None]])
         for h, x in zip(history, last, strict=True)
     )
-    kept = None
-    if snapshots.shape[0]:
-        center = start.center
-        if center is not None:
-            center = jnp.broadcast_to(center, (snapshots.shape[0], *center.shape))
-        kept = LinearKernel(snapshots, center)
-    return StageOne(LinearKernel(weights, start.center), losses, deltas, kept)
+    return StageOne(kernel, losses, deltas, snapshots)
 
 
 def _unit_rows(weights: Array) -> Array:
@@ -443,10 +464,20 @@ def _unit_rows(weights: Array) -> Array:
     return weights / jnp.where(norm == 0, 1.0, norm)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="features")
 def _fit_annealed(
-    memories: Array, starts: LinearKernel, ts: Array, learning_rate: ArrayLike
+    memories: Array, keys: Array, ts: Array, learning_rate: ArrayLike, features: int
 ) -> StageOne:
+    basis, coordinates = jnp.linalg.qr(memories.T)  # (d, r) and (r, M)
+    memories = coordinates.T
+    M, r = memories.shape
+    D = min(features, M)
+
+    def start(key: Array, number: Array) -> Array:
+        gaussian = jax.random.normal(key, (D, r), memories.dtype)
+        first = (number == 0) & (D >= r)
+        return jnp.where(first, jnp.eye(D, r, dtype=memories.dtype), gaussian)
+
     loss = Loss("average", True, "distinct")
     steps = ts.shape[0] - 1
     optimizer = optax.adam(1.0)
@@ -473,8 +504,9 @@ def _fit_annealed(
             # The loss ignores the scale of W; at a fixed scale a rate means one thing.
             return (_unit(weights), state, best, best_delta), (value, delta)
 
-        start = _unit(weights)
-        carry = (start, optimizer.init(start), start, jnp.asarray(-jnp.inf, ts.dtype))
+        weights = _unit(weights)
+        worst = jnp.asarray(-jnp.inf, ts.dtype)
+        carry = (weights, optimizer.init(weights), weights, worst)
         (weights, _, best, best_delta), history = lax.scan(
             body, carry, (ts[:-1], rates)
         )
@@ -490,6 +522,8 @@ def _fit_annealed(
     def _unit(weights: Array) -> Array:
         return weights / jnp.sqrt(jnp.mean(weights * weights))
 
-    best, losses, deltas = jax.vmap(run)(starts.weights.astype(memories.dtype))
+    starts = jax.vmap(start)(keys, jnp.arange(keys.shape[0]))
+    best, losses, deltas = jax.vmap(run)(starts)
     winner = jnp.argmax(deltas.max(-1))
-    return StageOne(LinearKernel(best[winner]), losses[winner], deltas[winner])
+    weights = jnp.matmul(best[winner], basis.T, precision=lax.Precision.HIGHEST)
+    return StageOne(LinearKernel(weights), losses[winner], deltas[winner])

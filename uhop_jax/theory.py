@@ -32,7 +32,7 @@ from uhop_jax._checks import (
     wider_dtype,
     working_dtype,
 )
-from uhop_jax.kernels import Centering, Kernel, LinearKernel
+from uhop_jax.kernels import Centering, Kernel, LinearKernel, LowRankKernel
 from uhop_jax.retrieval import converge
 from uhop_jax.separation import Separation, Softmax
 from uhop_jax.similarity import (
@@ -286,7 +286,7 @@ def exact_retrieval_distance(
     the pattern 0 is never retrieved exactly.
 
     Args:
-      kernel: a `LinearKernel` or `Centering`; None is the identity.
+      kernel: a `LinearKernel`, `LowRankKernel` or `Centering`; None is the identity.
       beta: inverse temperature, positive.
       separation: its `margin` is used.
 
@@ -298,7 +298,7 @@ def exact_retrieval_distance(
     """
     _check_linear(kernel)
     lower = upper = jnp.ones((), jnp.result_type(float))
-    if isinstance(kernel, LinearKernel):
+    if isinstance(kernel, (LinearKernel, LowRankKernel)):
         weights = kernel.weights.astype(working_dtype(kernel.weights))
         values, active = _singular_values(weights)
         lower = values[-1] if weights.shape[0] >= weights.shape[1] else values[-1] * 0
@@ -752,9 +752,9 @@ def _margin(separation: Separation) -> ArrayLike:
 
 
 def _check_linear(kernel: Kernel | None) -> None:
-    if not isinstance(kernel, (LinearKernel, Centering, type(None))):
+    if not isinstance(kernel, (LinearKernel, LowRankKernel, Centering, type(None))):
         raise ValueError(
-            "kernel must be LinearKernel, Centering or None, got "
+            "kernel must be a LinearKernel, LowRankKernel, Centering or None, got "
             f"{type(kernel).__name__}"
         )
     if kernel is not None and kernel.set_axes:
@@ -777,7 +777,7 @@ def _active(values: Array, weights: Array) -> Array:
 @jax.jit
 def _image(kernel: Kernel | None) -> Array | None:
     """Columns `(D, r)`, orthonormal or zero, that span the image; None: all of it."""
-    if not isinstance(kernel, LinearKernel):
+    if not isinstance(kernel, (LinearKernel, LowRankKernel)):
         return None
     weights = kernel.weights.astype(working_dtype(kernel.weights))
     axes, values, _ = jnp.linalg.svd(weights, full_matrices=False)

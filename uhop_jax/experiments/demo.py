@@ -175,7 +175,7 @@ def _draw(
     halves = np.split(order[: len(order) // 2 * 2], 2)
 
     @jax.jit
-    def corrupted(keys: PRNGKeyArray, memories: Array) -> Queries:
+    def corrupted(keys: Array, memories: Array) -> Queries:
         def one(key: PRNGKeyArray, memories: Array) -> tuple:
             return corrupted_copies(key, memories, corruption, config.memories)
 
