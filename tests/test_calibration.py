@@ -16,6 +16,7 @@ from uhop_jax import (
     NegativeSquaredL2,
     Noise,
     Softmax,
+    Softmax1,
     Sparsemax,
     calibrate,
     fit_sgd,
@@ -100,14 +101,14 @@ def test_among_equal_trials_the_first_and_the_middle_beta_are_chosen(calibrated)
     assert float(model.beta) == tied[len(tied) // 2]
 
 
-def test_separations_are_tried_on_the_finalists(calibrated):
+def test_all_separations_are_tried_on_the_finalists_alone(calibrated):
     _, model, _ = calibrated
-    first, *rest = np.moveaxis(np.asarray(model.trials), 1, 0)
-    assert np.isfinite(first).all()
-    finalists = set(np.argsort(first.min(-1), kind="stable")[:FINALISTS])
-    for trials in rest:
-        assert set(np.flatnonzero(np.isfinite(trials).all(-1))) == finalists
-        assert np.isfinite(trials).all(-1).sum() == np.isfinite(trials).any(-1).sum()
+    assert model.screening.shape == model.betas.shape
+    best = np.maximum(np.asarray(model.screening).min(-1), 1e-6 * SPREAD)
+    finalists = set(np.argsort(best, kind="stable")[:FINALISTS])
+    tried = np.isfinite(np.asarray(model.trials))
+    assert set(np.flatnonzero(tried.all((1, 2)))) == finalists
+    assert set(np.flatnonzero(tried.any((1, 2)))) == finalists
 
 
 def test_no_fixed_similarity_is_clearly_better_on_fresh_copies(calibrated):
@@ -116,8 +117,10 @@ def test_no_fixed_similarity_is_clearly_better_on_fresh_copies(calibrated):
     errors, _ = errors_and_top1(model, copies)
     for name, similarity in FIXED.items():
         index = model.names.index(name)
-        separation_betas = model.trials[index, 0]
-        beta = model.betas[index, int(jnp.argmin(separation_betas))]
+        tried = model.trials[index, 0]
+        if np.isnan(tried).all():
+            tried = model.screening[index]
+        beta = model.betas[index, int(jnp.argmin(tried))]
         state = retrieve(
             MEMORIES, query, beta=beta, similarity=similarity, observed=observed
         ).state
@@ -262,14 +265,18 @@ def test_copies_are_of_all_memories_alike(number):
     assert np.ptp(counts) <= 1
 
 
-def test_sweep_errors_are_those_of_retrieval():
-    memories, target = MEMORIES[:9], jnp.asarray([0, 4, 8])
+@pytest.mark.parametrize("count", [9, 80])  # fewer than the dimension, and more
+@pytest.mark.parametrize("separation", [Softmax(), Softmax1()], ids=repr)
+def test_sweep_errors_are_those_of_retrieval(count, separation):
+    memories, target = MEMORIES[:count] + 3, jnp.asarray([0, 4, 8])
     query, betas = memories[target] + 0.1, jnp.asarray([0.1, 2.0, 30.0], jnp.float32)
     overlaps = Cosine()(memories, query)
-    errors = sweep_errors(memories, overlaps, target, Softmax(), betas)
+    errors = sweep_errors(memories, overlaps, target, separation, betas)
+    options = {"separation": separation, "similarity": Cosine()}
     for error, beta in zip(errors, betas, strict=True):
-        state = retrieve(memories, query, beta=beta, similarity=Cosine()).state
-        assert_close(error, ((state - memories[target]) ** 2).sum(-1).mean())
+        state = retrieve(memories, query, beta=beta, **options).state
+        expected = ((state - memories[target]) ** 2).sum(-1).mean()
+        assert_close(error, expected, scale=10)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -309,6 +316,8 @@ def test_unobserved_components_may_hold_nan():
             r"keep the shape .*\d+, 64\), it ret.* 3",
         ),
         ({"corrupt": lambda key, x: x * jnp.nan}, "corrupted patterns must be finite"),
+        ({"corrupt": Mask(50.0)}, r"fraction must be in \[0, 1\], got 50.0"),
+        ({"corrupt": Noise(-1.0)}, "scale must be at least 0, got -1"),
         ({"queries": 0}, "queries must be at least 1, got 0"),
         ({"queries": 1.5}, "queries must be an integer, got 1.5"),
         ({"separations": ()}, "separations must name at least one"),

@@ -16,6 +16,7 @@ from uhop_jax import (
     Dot,
     LikelihoodKernel,
     LinearKernel,
+    LowRankKernel,
     NegativeL1,
     NegativeL2,
     NegativeSquaredL2,
@@ -37,6 +38,11 @@ KERNELS = {
     "square": LinearKernel(normal(DIMENSION, DIMENSION, seed=1)),
     "rectangular": LinearKernel(
         normal(3, DIMENSION, seed=2), normal(DIMENSION, seed=3)
+    ),
+    "low rank": LowRankKernel(
+        jnp.asarray(0.7),
+        normal(DIMENSION, 2, seed=8),
+        normal(2, DIMENSION, seed=9),
     ),
     "centering": Centering(normal(DIMENSION, seed=4)),
 }
@@ -76,6 +82,8 @@ def _features(kernel, x, observed):
             center = 0.0 if kernel.center is None else np.asarray(kernel.center)
             weights = np.asarray(kernel.weights, np.float64)
             return (x - center)[..., seen] @ weights[:, seen].T
+        case LowRankKernel():
+            return x[..., seen] @ np.asarray(kernel.weights)[:, seen].T
         case Centering():
             return (x - np.asarray(kernel.center))[..., seen]
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from uhop_jax._checks import (
     as_floating,
@@ -22,7 +22,7 @@ from uhop_jax._checks import (
     check_finite,
     working_dtype,
 )
-from uhop_jax._products import weigh
+from uhop_jax._products import contract, gram_matrix, shifted, weigh
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.closed_form import fit_closed_form
 from uhop_jax.corruption import Corruption
@@ -43,10 +43,13 @@ SEPARATION_CHOICES: tuple[Separation, ...] = (Softmax(), Entmax(1.5), Sparsemax(
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 RANKS = (2, 8, None)
 SHARPNESS = (0.1, 1000.0, 17)  # first, last and number of beta * spread on a log grid
-FINALISTS = 4  # candidates on which all separations are tried
+SCREENING = 256  # copies on which all candidates are tried
+FINALISTS = 5  # candidates that are tried on all copies, with all separations
 LIKELIHOOD_VALUES = 200_000  # corrupted component values to learn from, at least
-MIN_BATCHES, MAX_BATCHES = 4, 64  # of copies for the expected error
-ACCURACY = 0.02  # at which its standard error is small enough
+MIN_BATCHES, MAX_BATCHES = 2, 64  # of copies for the expected error
+MULTIPLICATIONS = 2e11  # that the expected error may cost
+ACCURACY = 0.02  # of the expected error, at which its standard error is small enough
+NEGLIGIBLE = 1e-6  # errors this small beside the spread of the memories are equal
 
 
 @frozen_pytree
@@ -61,9 +64,11 @@ class Calibration:
         what its corrupted copy retrieves, on copies that took no part in the choice.
       standard_error: of that mean.
       expected_top1: share of those copies whose largest weight is at the right memory.
-      trials: `(candidates, separations, betas)`, the error of every model tried, NaN
-        for those not tried.
-      betas: `(candidates, betas)`, their inverse temperatures.
+      screening: `(candidates, betas)`, the error of every candidate with the first
+        separation on a few copies, from which the finalists were taken.
+      trials: `(candidates, separations, betas)`, the error of every finalist on all
+        copies, NaN for the other candidates.
+      betas: `(candidates, betas)`, the inverse temperatures of both.
       name: the chosen candidate.
       names: all candidates, in the order of `trials`.
       separations: all separations, likewise.
@@ -75,6 +80,7 @@ class Calibration:
     expected_error: Float[Array, ""]
     standard_error: Float[Array, ""]
     expected_top1: Float[Array, ""]
+    screening: Float[Array, "candidates betas"]
     trials: Float[Array, "candidates separations betas"]
     betas: Float[Array, "candidates betas"]
     name: str = dataclasses.field(metadata={"static": True})
@@ -123,10 +129,10 @@ def calibrate(
       corrupt: `corrupt(key, patterns)` corrupts patterns as queries will be, such as
         `Mask(0.5)`, `Noise(0.3)` or your own function of JAX arrays; it returns
         patterns of the same shape, or `(patterns, observed)`.
-      queries: about how many corrupted copies the sweep retrieves; each memory has as
-        many, or, if there are more memories than this, that many have one.
-      separations: separations to try: the first on every candidate, the others on the
-        few candidates that are best with it.
+      queries: about how many corrupted copies the finalists retrieve; each memory has
+        as many, or, if there are more memories than this, that many have one.
+      separations: separations to try: the first on every candidate, all of them on the
+        few that are best with it.
       candidates: similarities to try by name, their kernels fitted; None is
         `default_candidates`.
 
@@ -156,22 +162,23 @@ def calibrate(
     corruption = Corruption.of(corrupt)
     M = memories.shape[0]
     number = queries if M > queries else M * round(queries / M)
-    query, observed, target = _copies(sweep_key, memories, corruption, number)
-    check_finite("the corrupted patterns", query, observed)
+    copies = _copies(sweep_key, memories, corruption, number)
+    check_finite("the corrupted patterns", *copies[:2])
     models = tuple(candidates.values())
-    trials, betas = _sweep(
-        memories, query, observed, target, models, tuple(separations)
+    spread = float(memories.var(0).sum())
+    negligible = NEGLIGIBLE * spread
+    screening, trials, betas = _sweep(
+        memories, copies, models, tuple(separations), negligible
     )
     errors = np.asarray(trials)
     if not np.isfinite(errors).any():
         raise ValueError("every candidate gave NaN on the corrupted copies")
-    spread = float(memories.var(0).sum())
-    best, sep, b = _first_among_equals(errors, np.asarray(betas), 1e-6 * spread)
+    best, sep, b = _first_among_equals(errors, np.asarray(betas), negligible)
     chosen, separation, beta = models[best], separations[sep], betas[best, b]
     # The least of many noisy errors is too good; fresh copies tell what to expect.
     model = (chosen, jax.tree.map(jnp.asarray, separation), beta)
     squared, right = _fresh_errors(
-        fresh_key, memories, corruption, number, model, 1e-6 * spread
+        fresh_key, memories, corruption, number, model, 1e-4 * spread
     )
     return Calibration(
         chosen,
@@ -180,6 +187,7 @@ def calibrate(
         expected_error=jnp.asarray(squared.mean(), memories.dtype),
         standard_error=jnp.asarray(_standard_error(squared), memories.dtype),
         expected_top1=jnp.asarray(right.mean(), memories.dtype),
+        screening=screening,
         trials=trials,
         betas=betas,
         name=tuple(candidates)[best],
@@ -288,11 +296,25 @@ def sweep_errors(
       Mean over the queries of the sum of squared component differences.
     """
 
-    def error(beta: Array) -> Array:
-        retrieved = weigh(separation(beta * overlaps), memories)
-        return ((retrieved - memories[target]) ** 2).sum(-1).mean()
+    M, d = memories.shape
+    if M >= d:
 
-    return lax.map(error, betas)
+        def squared(weights: Array) -> Array:
+            return ((weigh(weights, memories) - memories[target]) ** 2).sum(-1)
+    else:  # in the span of the memories, about their mean so that nothing cancels
+        mean = memories.mean(0)
+        gram = gram_matrix(shifted(memories, mean))
+        along = contract(mean, shifted(memories, mean))
+        one = jax.nn.one_hot(target, M, dtype=memories.dtype)
+
+        def squared(weights: Array) -> Array:
+            q = weights - one
+            total = q.sum(-1)  # zero if the weights sum to one
+            q_gram = contract(q, gram)
+            inside = (q_gram * q).sum(-1) + 2 * total * contract(q, along[None])[..., 0]
+            return inside + total**2 * (mean * mean).sum()
+
+    return lax.map(lambda beta: squared(separation(beta * overlaps)).mean(), betas)
 
 
 def beta_grid(
@@ -316,31 +338,36 @@ _copies = jax.jit(corrupted_copies, static_argnames="number")
 @jax.jit
 def _sweep(
     memories: Array,
-    query: Array,
-    observed: Array | None,
-    target: Array,
+    copies: tuple[Array, Array | None, Array],
     models: tuple[Similarity, ...],
     separations: tuple[Separation, ...],
-) -> tuple[Array, Array]:
-    """Errors `(candidates, separations, betas)`, NaN where not tried, and the betas."""
-    overlaps = _all_overlaps(models, memories, query, observed)
-    betas = jax.vmap(beta_grid)(overlaps)
+    negligible: ArrayLike,
+) -> tuple[Array, Array, Array]:
+    """Errors `(candidates, betas)` on few copies; of the best on all; and the betas."""
+    few = jax.tree.map(lambda x: x[:: -(-x.shape[0] // SCREENING)], copies)
 
-    def errors(separation: Separation, chosen: Array) -> Array:
-        def one(index: Array) -> Array:
-            return sweep_errors(
-                memories, overlaps[index], target, separation, betas[index]
-            )
+    def errors(chosen: Array, copies: tuple, separations: tuple) -> tuple[Array, Array]:
+        query, observed, target = copies
+
+        def one(index: Array) -> tuple[Array, Array]:
+            overlaps = _overlaps(models, index, memories, query, observed)
+            betas = beta_grid(overlaps)
+            found = [
+                sweep_errors(memories, overlaps, target, separation, betas)
+                for separation in separations
+            ]
+            return jnp.stack(found), betas
 
         return lax.map(one, chosen)
 
-    first, *rest = separations
-    trials = [errors(first, jnp.arange(len(models)))]
-    rank = jnp.where(jnp.isnan(trials[0]), jnp.inf, trials[0]).min(-1)
-    _, best = lax.top_k(-rank, min(FINALISTS, len(models)))
-    untried = jnp.full_like(trials[0], jnp.nan)
-    trials += [untried.at[best].set(errors(separation, best)) for separation in rest]
-    return jnp.stack(trials, axis=1), betas
+    screening, betas = errors(jnp.arange(len(models)), few, separations[:1])
+    screening = screening[:, 0]
+    # Errors too small to matter are equal, and the simpler candidate comes first.
+    rank = jnp.where(jnp.isnan(screening), jnp.inf, screening).min(-1)
+    _, best = lax.top_k(-jnp.maximum(rank, negligible), min(FINALISTS, len(models)))
+    found, finest = errors(best, copies, separations)
+    trials = jnp.full((len(models), *found.shape[1:]), jnp.nan, found.dtype)
+    return screening, trials.at[best].set(found), betas.at[best].set(finest)
 
 
 @jax.jit
@@ -367,14 +394,17 @@ def _fresh_errors(
     negligible: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Errors on new copies, in batches until their mean is known well enough."""
+    features = jax.eval_shape(model[0].keys, memories).shape[-1]
+    affordable = int(MULTIPLICATIONS / (number * memories.shape[0] * features))
+    last = min(max(affordable, MIN_BATCHES), MAX_BATCHES)
     squared, right = np.zeros(0), np.zeros(0)
-    for batch in range(1, MAX_BATCHES + 1):
+    for batch in range(last):
         copies = _copies(jax.random.fold_in(key, batch), memories, corruption, number)
         more = _copy_errors(memories, *copies, model)
         squared = np.append(squared, np.asarray(more[0], np.float64))
         right = np.append(right, np.asarray(more[1]))
         enough = max(ACCURACY * squared.mean(), negligible)
-        if batch >= MIN_BATCHES and _standard_error(squared) <= enough:
+        if batch + 1 >= MIN_BATCHES and _standard_error(squared) <= enough:
             break
     return squared, right
 
@@ -389,8 +419,7 @@ def _first_among_equals(
     """Indices of the first candidate with the least error, at the middle of its betas.
 
     Errors that differ by a negligible amount count as equal: the simplest model wins,
-      at
-    a beta with room on both sides.
+    at a beta with room on both sides.
     """
     equal = errors <= np.nanmin(errors) + negligible
     best, sep = (int(i) for i in np.argwhere(equal.any(-1))[0])
@@ -399,21 +428,30 @@ def _first_among_equals(
     return best, sep, tied[len(tied) // 2]
 
 
-def _all_overlaps(
-    models: tuple[Similarity, ...], memories: Array, query: Array, observed: Any
+def _overlaps(
+    models: tuple[Similarity, ...],
+    index: Array,
+    memories: Array,
+    query: Array,
+    observed: Array | None,
 ) -> Array:
-    """Overlaps `(candidates, Q, M)`; models alike but for numbers share a loop."""
+    """Overlaps `(Q, M)` of one of the models; those alike but for numbers share code."""
     groups: dict[Any, list[int]] = {}
-    for index, model in enumerate(models):
+    for number, model in enumerate(models):
         leaves, structure = jax.tree.flatten(model)
         kind = (structure, tuple((x.shape, x.dtype) for x in leaves))
-        groups.setdefault(kind, []).append(index)
-    found: dict[int, Array] = {}
-    for members in groups.values():
+        groups.setdefault(kind, []).append(number)
+    group = np.zeros(len(models), np.int32)
+    position = np.zeros(len(models), np.int32)
+    branches = []
+    for number, members in enumerate(groups.values()):
+        group[members], position[members] = number, np.arange(len(members))
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *(models[i] for i in members))
-        if len(members) == 1:
-            parts = models[members[0]](memories, query, observed=observed)[None]
-        else:
-            parts = lax.map(lambda m: m(memories, query, observed=observed), stacked)
-        found |= dict(zip(members, parts, strict=True))
-    return jnp.stack([found[i] for i in range(len(models))])
+
+        def branch(place: Array, stacked: Similarity = stacked) -> Array:
+            model = jax.tree.map(lambda x: x[place], stacked)
+            return model(memories, query, observed=observed)
+
+        branches.append(branch)
+    place = jnp.asarray(position)[index]
+    return lax.switch(jnp.asarray(group)[index], branches, place)

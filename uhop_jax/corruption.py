@@ -42,12 +42,16 @@ class Mask:
     fraction: ArrayLike = 0.5
     known: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
-        """Corrupted patterns, with `known` also where they are intact."""
+    def check(self) -> None:
+        """Refuses a fraction that is no probability."""
         if not is_traced(self.fraction):
             fraction = np.asarray(self.fraction)
             if not ((fraction >= 0) & (fraction <= 1)).all():
                 raise ValueError(f"fraction must be in [0, 1], got {self.fraction}")
+
+    def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
+        """Corrupted patterns, with `known` also where they are intact."""
+        self.check()
         patterns = as_floating(patterns, "patterns")
         kept = ~jax.random.bernoulli(key, self.fraction, patterns.shape)
         masked = jnp.where(kept, patterns, jnp.zeros((), patterns.dtype))
@@ -86,10 +90,14 @@ class Noise:
     high: float | None = dataclasses.field(default=1.0, metadata={"static": True})
     kind: str = dataclasses.field(default="pixel", metadata={"static": True})
 
-    def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
-        """Noisy patterns."""
+    def check(self) -> None:
+        """Refuses a negative scale and an unknown kind."""
         check_choice("kind of noise", self.kind, ("pixel", "norm"))
         check_at_least("scale", self.scale, 0)
+
+    def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
+        """Noisy patterns."""
+        self.check()
         patterns = as_floating(patterns, "patterns")
         noise = jax.random.normal(key, patterns.shape, patterns.dtype)
         if self.kind == "norm":
@@ -137,10 +145,12 @@ class Corruption:
         """Wraps a function or a corruption of this module.
 
         Raises:
-          ValueError: if it cannot be called.
+          ValueError: if it cannot be called, or its numbers are out of range.
         """
         if isinstance(function, cls):
             return function
+        if isinstance(function, (Mask, Noise)):
+            function.check()
         if not callable(function):
             raise ValueError(
                 "corrupt must be a function of a key and patterns, such as Mask(0.5), "

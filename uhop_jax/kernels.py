@@ -128,8 +128,10 @@ class LowRankKernel(Kernel):
     def query_features(self, query, observed=None):
         if observed is not None:
             query = jnp.where(observed, query, jnp.zeros((), query.dtype))
-        correction = contract(contract(query, self.right), self.left)
-        return self.scale.astype(correction.dtype) * query + correction
+        inner = contract(query, self.right)
+        correction = contract(inner, self.left.astype(inner.dtype))
+        scale = self.scale.astype(correction.dtype)
+        return scale * query.astype(correction.dtype) + correction
 
 
 @frozen_pytree

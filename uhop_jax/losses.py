@@ -34,8 +34,8 @@ def separation_loss(
     - `deep` [dfn:separation-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u,
       v)^2 - 1))`.
 
-    Not convex in `W`, contrary to the paper: it is even in `W`, and `W = 0` is its
-    maximum.
+    Not convex in `W`, contrary to the paper: they are even in `W`, and without
+    normalisation `W = 0` is the maximum of the average and of the maximum loss.
 
     Args:
       features: one feature vector per row.
@@ -77,8 +77,16 @@ def smallest_separation(
 
     Returns:
       One value for each memory set; 2 is the largest possible, for two antipodes.
+
+    Raises:
+      ValueError: if there are fewer than two features.
     """
-    return delta_min_of_gram(gram_matrix(as_floating(features, "features")))
+    features = as_floating(features, "features")
+    if features.ndim < 2 or features.shape[-2] < 2:
+        raise ValueError(
+            f"features must be at least two rows, got shape {features.shape}"
+        )
+    return delta_min_of_gram(gram_matrix(features))
 
 
 class Loss(NamedTuple):
