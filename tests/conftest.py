@@ -1,6 +1,10 @@
 """Strict JAX for every test, and what all tests share."""
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 # Tests compile much and compute little: let XLA spend its time accordingly.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -18,6 +22,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 settings.register_profile("uhop", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("uhop")
+
+ROOT = Path(__file__).parent.parent
+SHARED = Path(os.environ.get("UHOP_SHARED_DATA", ROOT.parent / "shared" / "data"))
+LIMIT = 600  # images of each split that are prepared for the tests
 
 TOLERANCES = {
     jnp.dtype(jnp.float64): 1e-10,
@@ -59,3 +67,31 @@ def compilations():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield compiled
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """A directory into which TFDS's builders have written real MNIST and CIFAR-10."""
+    if not (SHARED / "train-images-idx3-ubyte.gz").exists():
+        pytest.skip(f"needs the raw MNIST and CIFAR-10 files in {SHARED}")
+    pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # one directory for all workers
+    directory, done = base / "prepared", base / "prepared.done"
+    try:
+        directory.mkdir()
+    except FileExistsError:  # by the other worker
+        for _ in range(600):
+            if done.exists():
+                break
+            time.sleep(0.5)
+    else:
+        command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py")]
+        command += [str(SHARED), str(directory), "mnist", "cifar10"]
+        command += [f"--limit={LIMIT}"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done.write_text(result.stderr if result.returncode else "")
+    message = done.read_text()
+    assert not message, message[-2000:]
+    return directory

@@ -1,4 +1,4 @@
-"""`retrieve.py` and its parts: configs, records, the demo, the command line."""
+"""`retrieve.py` and its parts: configs, records, every variant, the command line."""
 
 import csv
 import json
@@ -11,10 +11,24 @@ import jax
 import numpy as np
 import pytest
 
-from uhop_jax import data, experiments
-from uhop_jax.experiments import demo, records
+from uhop_jax import experiments
+from uhop_jax.experiments import records, sweep
+from uhop_jax.experiments.methods import FAIR
 
 ROOT = Path(__file__).parent.parent
+CONFIG = runpy.run_path(str(ROOT / "configs" / "retrieval.py"))
+VARIANTS = tuple(experiments.EXPERIMENTS)
+SMALL = {
+    "data.name": "digits",
+    "memories": (12,),
+    "runs": 2,
+    "tuning_queries": 12,
+    "calibration_queries": 60,
+    "images": 2,
+    "stage_one.ridges": (1.0,),
+    "stage_one.steps": (2,),
+}
+FEW = ("MHM", "cosine", "U-Hop")
 
 
 @pytest.fixture(autouse=True)
@@ -24,61 +38,135 @@ def as_users_run_it():
         yield
 
 
-def get_config(**changes):
-    config = runpy.run_path(str(ROOT / "configs" / "retrieval.py"))["get_config"]()
-    config.memories, config.sets, config.tuning_sets, config.images = 12, 2, 1, 2
+def get_config(variant="demo", **changes):
+    config = CONFIG["get_config"](variant)
+    config.update_from_flattened_dict(SMALL)
     config.update_from_flattened_dict(changes)
     return config.lock()
 
 
-def test_digits_are_real_and_complete():
-    images = data.images("digits")
-    assert images.pixels.shape == (1797, 8, 8, 1)
-    assert images.pixels.dtype == np.float32
-    assert images.pixels.min() == 0 and images.pixels.max() == 1
-    assert images.patterns.shape == (1797, 64)
-    assert np.bincount(images.labels).tolist() == [
-        *(178, 182, 177, 183, 181, 182, 181, 179, 174, 180)
-    ]
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
-def test_demo_writes_what_a_person_can_use(tmp_path, capsys):
-    config = get_config()
+def errors_of(rows):
+    found = {}
+    for row in rows:
+        found.setdefault(row["method"], []).append(float(row["error"]))
+    return found
+
+
+def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsys):
+    config = get_config(methods=())
     experiments.run(config, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["memories"] == 12
-    with (tmp_path / "run" / "results.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    methods = [m.name for m in demo.METHODS] + [demo.CALIBRATED, demo.LIMIT]
-    assert [row["method"] for row in rows] == [m for m in methods for _ in range(2)]
-    errors = {m: [float(r["error"]) for r in rows if r["method"] == m] for m in methods}
-    # With a start at sqrt(d) I the untrained kernel is the dot product.
-    np.testing.assert_allclose(errors["U-Hop untrained"], errors["MHM"], rtol=0.01)
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert written == {
+        *("config.json", "results.csv", "differences.csv", "figure.png"),
+        "retrieved.png",
+    }
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["runs"] == 2
+    rows = read(tmp_path / "run" / "results.csv")
+    names = [m.name for m in FAIR] + ["calibrated", "limit"]
+    assert [row["method"] for row in rows] == [n for n in names for _ in range(2)]
+    errors = errors_of(rows)
     for name, found in errors.items():
-        assert np.mean(errors[demo.LIMIT]) <= np.mean(found) + 1e-6, name
-    assert np.mean(errors[demo.CALIBRATED]) <= np.mean(errors["MHM"])
-    assert (tmp_path / "run" / "retrieved.png").stat().st_size > 10_000
+        assert np.mean(errors["limit"]) <= np.mean(found) + 1e-6, name
+    assert np.mean(errors["calibrated"]) <= np.mean(errors["MHM"])
+    pairs = {row["method"]: row for row in read(tmp_path / "run" / "differences.csv")}
+    expected = np.subtract(errors["cosine"], errors["MHM"])
+    np.testing.assert_allclose(float(pairs["cosine"]["difference"]), expected.mean())
+    assert float(pairs["MHM"]["difference"]) == 0
     out = capsys.readouterr().out
-    assert all(m in out for m in methods) and "calibrated, first set" in out
+    assert all(name in out for name in names) and "Stage I" in out
 
-    first = (tmp_path / "run" / "results.csv").read_text()
-    experiments.run(config, tmp_path / "run")
-    assert (tmp_path / "run" / "results.csv").read_text() == first
+
+@pytest.mark.parametrize("protocol", ["paper", "reference"])
+def test_the_other_protocols_fix_beta(tmp_path, protocol):
+    changes = {"protocol": protocol, "corruption.kinds": ("mask", "noise")}
+    experiments.run(get_config("capacity", **changes), tmp_path / "run")
+    rows = read(tmp_path / "run" / "results.csv")
+    assert {row["beta"] for row in rows} == {"1.0"}
+    assert {row["corruption"] for row in rows} == {"mask", "noise"}
+    errors = errors_of(rows)
+    # Powers that are not normalised retrieve the union of all memories.
+    assert np.mean(errors["DAM 10"]) > 2 * np.mean(errors["MHM"])
+    if protocol == "reference":  # the farthest memory in place of the nearest
+        assert np.mean(errors["l2, released sign"]) > 2 * np.mean(errors["l2"])
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "demo"])
+def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
+    changes = {"methods": ("MHM", "U-Hop"), "images": 0}
+    kinds = CONFIG["get_config"](variant).corruption.kinds
+    changes |= {f"corruption.levels.{kind}": (0.3, 0.6) for kind in kinds}
+    config = get_config(variant, **changes)
+    experiments.run(config, tmp_path / "whole")
+    whole = (tmp_path / "whole" / "results.csv").read_text()
+    assert (tmp_path / "whole" / "figure.png").stat().st_size > 5_000
+    rows = read(tmp_path / "whole" / "results.csv")
+    cells = len(sweep.cells_of(config))
+    assert cells == 2 * len(kinds)
+    columns = experiments.EXPERIMENTS[variant].columns
+    assert list(rows[0]) == list(columns)
+    assert all(np.isfinite(float(row["error"])) for row in rows)
+
+    stopped = tmp_path / "stopped"
+    finished = []
+
+    def stop(study, cell, timed):
+        if finished:
+            raise KeyboardInterrupt
+        finished.append(cell)
+        return experiments.EXPERIMENTS[variant].cell(study, cell, timed)
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(experiments.EXPERIMENTS[variant]._replace(cell=stop), config, stopped)
+    kept = (stopped / "results.csv").read_text()
+    assert whole.startswith(kept) and 0 < kept.count("\n") < whole.count("\n")
+    experiments.run(config, stopped)
+    assert (stopped / "results.csv").read_text() == whole
+    assert "error" in capsys.readouterr().out
+
+
+def test_results_of_another_run_are_left_alone(tmp_path):
+    config = get_config(methods=FEW)
+    records.claim(config, tmp_path)
+    path = tmp_path / "results.csv"
+    for text, message in [
+        ("a,b\n1,2\n", "has columns a, b, this run writes data"),
+        (",".join(sweep.ABOUT | sweep.SCORES) + "\nx,fair\n", "is damaged"),
+        (
+            ",".join(sweep.ABOUT | sweep.SCORES)
+            + "\ndigits,fair,7,mask,0.5,MHM,,0,1,1,1,1\n",
+            "holds cells of another run",
+        ),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            experiments.run(config, tmp_path)
+        assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memories": 1}, "memories must be at least 2, got 1"),
-        ({"memories": 5000}, "memories must be at most 898, got 5000"),
-        ({"data": "nothing"}, "unknown data set 'nothing'; choose one of digits"),
-        ({"corruption.kind": "blur"}, "choose one of mask, noise"),
-        ({"corruption.fraction": 1.5}, "in \\[0, 1\\], got 1.5"),
-        ({"stage_one.loss": "large"}, "choose one of average, maximum, deep"),
+        ({"memories": (1,)}, "memories must be at least 2, got 1"),
+        ({"memories": (5000,)}, "at most 898, half of the 1797 .* got 5000"),
+        ({"memories": ()}, "must name at least one cell"),
+        ({"runs": 0}, "runs must be at least 1, got 0"),
+        ({"data.name": "nothing"}, "nothing"),
+        ({"protocol": "unfair"}, "choose one of fair, paper, reference"),
+        ({"methods": ("MHN",)}, "unknown method of the fair protocol 'MHN'"),
+        ({"corruption.kinds": ("smear",)}, "choose one of mask, known_mask"),
+        ({"corruption.levels.mask": (1.5,)}, "mask must be in \\[0, 1\\], got 1.5"),
+        ({"corruption.levels.mask": (-0.5,)}, "levels must be at least 0, got -0.5"),
         ({"stage_one.t": -1.0}, "stage_one.t must be positive and finite, got -1.0"),
         ({"stage_one.rate": 0.0}, "stage_one.rate must be positive"),
-        ({"stage_one.steps": (3, 0)}, "stage_one.steps must be at least 1, got 0"),
+        ({"stage_one.steps": (3, -1)}, "stage_one.steps must be at least 0, got -1"),
+        ({"stage_one.steps": ()}, "stage_one.steps must hold at least one number"),
         ({"stage_one.start": "warm"}, "choose one of gaussian, identity"),
-        ({"variant": "grid"}, "unknown variant 'grid'; choose one of demo"),
+        ({"variant": "other"}, "unknown variant 'other'; choose one of demo"),
     ],
 )
 def test_bad_config_is_refused_before_anything_is_written(tmp_path, changes, message):
@@ -140,7 +228,7 @@ def test_table_shows_means_and_deviations():
         ("--config=missing.py", "missing.py"),
         ("--config.seed=many", "many"),
         ("stray", "unexpected argument 'stray'"),
-        ("--config.memories=1", "memories must be at least 2, got 1"),
+        ("--config.memories=(1,)", "memories must be at least 2, got 1"),
     ],
 )
 def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path, flag, message):

@@ -295,7 +295,6 @@ def sweep_errors(
     Returns:
       Mean over the queries of the sum of squared component differences.
     """
-
     M, d = memories.shape
     if M >= d:
 
@@ -350,7 +349,7 @@ def _sweep(
         query, observed, target = copies
 
         def one(index: Array) -> tuple[Array, Array]:
-            overlaps = _overlaps(models, index, memories, query, observed)
+            overlaps = overlaps_of(models, index, memories, query, observed)
             betas = beta_grid(overlaps)
             found = [
                 sweep_errors(memories, overlaps, target, separation, betas)
@@ -428,14 +427,14 @@ def _first_among_equals(
     return best, sep, tied[len(tied) // 2]
 
 
-def _overlaps(
+def overlaps_of(
     models: tuple[Similarity, ...],
     index: Array,
     memories: Array,
     query: Array,
     observed: Array | None,
 ) -> Array:
-    """Overlaps `(Q, M)` of one of the models; those alike but for numbers share code."""
+    """Overlaps `(Q, M)` of the model at `index`; models alike share their code."""
     groups: dict[Any, list[int]] = {}
     for number, model in enumerate(models):
         leaves, structure = jax.tree.flatten(model)

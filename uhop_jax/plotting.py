@@ -2,10 +2,98 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+
+# Distinct in colour, and by dashes and markers also in black and white.
+_COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*", "<", ">")
+
+
+class Series(NamedTuple):
+    """A curve with its spread.
+
+    Attributes:
+      x: places.
+      mean: values.
+      spread: half-lengths of the error bars.
+    """
+
+    x: Sequence[float]
+    mean: Sequence[float]
+    spread: Sequence[float]
+
+
+class Panel(NamedTuple):
+    """One pair of axes.
+
+    Attributes:
+      title: above the axes.
+      series: curves, or clouds of points, by name.
+      xlabel: quantity and unit.
+      ylabel: quantity and unit.
+      xscale: `linear`, `log` or `symlog`.
+      yscale: likewise; `symlog` is linear below 0.01.
+      points: draw points without lines.
+    """
+
+    title: str
+    series: Mapping[str, Series]
+    xlabel: str
+    ylabel: str
+    xscale: str = "linear"
+    yscale: str = "linear"
+    points: bool = False
+
+
+def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
+    """Saves panels side by side, three to a row; equal labels share their range.
+
+    Args:
+      path: file to write; its ending gives the format.
+      parts: the panels.
+      title: line above them.
+    """
+    figure_class, canvas = _matplotlib()
+    columns = min(len(parts), 3)
+    rows = -(-len(parts) // columns)
+    figure = figure_class(
+        figsize=(4.6 * columns, 3.9 * rows + 0.3), layout="constrained"
+    )
+    canvas(figure)
+    share = len({part.ylabel for part in parts}) == 1
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=share).ravel()
+    for axis, part in zip(axes, parts, strict=False):
+        for number, (name, series) in enumerate(part.series.items()):
+            axis.errorbar(
+                series.x,
+                series.mean,
+                yerr=None if part.points else series.spread,
+                label=name,
+                color=_COLORS[number % len(_COLORS)],
+                linestyle="none" if part.points else _DASHES[number % len(_DASHES)],
+                marker=_MARKERS[number % len(_MARKERS)],
+                markersize=4,
+                linewidth=1.2,
+                capsize=2,
+                fillstyle="none" if number % 2 else "full",
+            )
+        axis.set(title=part.title, xlabel=part.xlabel, ylabel=part.ylabel)
+        axis.set_xscale(part.xscale)
+        if part.yscale == "symlog":
+            axis.set_yscale("symlog", linthresh=0.01)
+        else:
+            axis.set_yscale(part.yscale)
+        axis.grid(alpha=0.3, linewidth=0.5)
+        if len(part.series) > 1:
+            axis.legend(fontsize=7)
+    for axis in axes[len(parts) :]:
+        axis.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
 
 
 def image_grid(
@@ -26,7 +114,7 @@ def image_grid(
     figure_class, canvas = _matplotlib()
     rows = max(len(x) for x in columns.values())
     figure = figure_class(
-        figsize=(1.15 * len(columns), 1.3 * rows + 0.75), layout="constrained"
+        figsize=(1.15 * len(columns), 1.2 * rows + 0.8), layout="constrained"
     )
     canvas(figure)
     axes = figure.subplots(rows, len(columns), squeeze=False)

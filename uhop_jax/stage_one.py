@@ -39,7 +39,6 @@ from uhop_jax._products import contract, gram_matrix
 from uhop_jax.kernels import LinearKernel, LowRankKernel
 from uhop_jax.losses import LOSSES, PAIRS, Loss, delta_min_of_gram, loss_of_gram
 
-
 Fitted = LinearKernel | LowRankKernel
 
 
@@ -369,12 +368,12 @@ def _fit_weights(
     slots = _record(slots, order, steps, weights)[jnp.searchsorted(order, marks)]
     if normalize_rows:
         weights, slots = _unit_rows(weights), _unit_rows(slots)
-    kept = None
-    if slots.shape[0]:
-        if center is not None:
-            centers = jnp.broadcast_to(center, (slots.shape[0], *center.shape))
-        kept = LinearKernel(slots, None if center is None else centers)
-    return _result(LinearKernel(weights, center), kept, history, objective(weights))
+    snapshots = None
+    if kept:
+        centers = None if center is None else jnp.tile(center, (kept, 1))
+        snapshots = LinearKernel(slots, centers)
+    kernel = LinearKernel(weights, center)
+    return _result(kernel, snapshots, history, objective(weights))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -5,9 +5,43 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
-from uhop_jax.experiments import demo
+from uhop_jax.experiments import figures, query, studies, sweep
+from uhop_jax.experiments.sweep import ABOUT, SCORES, SEPARATION, Experiment
 
-EXPERIMENTS = {"demo": demo.run}
+_SWEEP = Experiment(ABOUT | SCORES, sweep.retrieval_cell, figures.sweep, sweep.report)
+_STEPS = _SWEEP._replace(
+    columns=ABOUT | SCORES | SEPARATION, figure=studies.steps_figure
+)
+
+EXPERIMENTS = {
+    "demo": _SWEEP,
+    "capacity": _SWEEP,
+    "noise": _SWEEP,
+    "grid": _SWEEP,
+    "stage_one": _STEPS,
+    "losses": _STEPS,
+    "scatter": Experiment(
+        ABOUT | dict.fromkeys(("rate", "beta", "error", "loss", "delta_min"), float),
+        studies.scatter_cell,
+        studies.scatter_figure,
+        studies.scatter_report,
+        compare=False,
+    ),
+    "metastability": Experiment(
+        ABOUT | dict.fromkeys(("alpha", "beta", "size", "error"), float),
+        studies.metastability_cell,
+        studies.metastability_figure,
+        studies.metastability_report,
+        compare=False,
+    ),
+    "temperature": Experiment(
+        ABOUT | dict.fromkeys(("beta", "error"), float),
+        studies.temperature_cell,
+        studies.temperature_figure,
+        studies.temperature_report,
+        compare=False,
+    ),
+}
 
 
 def run(config: ConfigDict, workdir: Path) -> None:
@@ -17,5 +51,8 @@ def run(config: ConfigDict, workdir: Path) -> None:
       ValueError: if the variant is unknown, the config cannot be run, or the directory
         holds the run of another config.
     """
-    check_choice("variant", config.variant, EXPERIMENTS)
-    EXPERIMENTS[config.variant](config, workdir)
+    check_choice("variant", config.variant, (*EXPERIMENTS, "query"))
+    if config.variant == "query":
+        query.run(config, workdir)
+        return
+    sweep.run(EXPERIMENTS[config.variant], config, workdir)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+CELL = ("memories", "corruption", "level")  # columns that tell cells apart
+
 
 def claim(config: ConfigDict, workdir: Path) -> None:
     """Makes `workdir` the directory of this config, and writes it to `config.json`.
@@ -61,6 +63,121 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_whole(path, write)
 
 
+def read_rows(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[dict]:
+    """Records that `write_csv` wrote, or none if there is no such file.
+
+    Args:
+      path: the file.
+      columns: type of each column; an empty cell stays "".
+
+    Raises:
+      ValueError: if the file is damaged or has other columns.
+    """
+    if not path.exists():
+        return []
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            if reader.fieldnames != list(columns):
+                raise ValueError(
+                    f"{path} has columns {', '.join(reader.fieldnames or ())}, this "
+                    f"run writes {', '.join(columns)}; choose another --workdir"
+                )
+            rows = list(reader)
+        return [
+            {k: kind(row[k]) if row[k] != "" else "" for k, kind in columns.items()}
+            for row in rows
+        ]
+    except (TypeError, UnicodeDecodeError, csv.Error):
+        raise ValueError(
+            f"{path} is damaged; move it or choose another --workdir"
+        ) from None
+
+
+def differences(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[dict]:
+    """Paired differences of the error from that of one method, cell by cell.
+
+    Args:
+      rows: records with `memories`, `corruption`, `level`, `method`, `setting`, `run`
+        and `error`; methods saw the same memories and queries in a run.
+      baseline: the method that the others are compared with.
+
+    Returns:
+      Records with the mean difference, and the half-width of its 95 % confidence
+      interval by Student's t ("" for a single run).
+    """
+    found = []
+    for cell, members in grouped(labelled(rows), CELL).items():
+        base = {r["run"]: r["error"] for r in members if r["method"] == baseline}
+        for (label,), ours in grouped(members, ("label",)).items():
+            pairs = [r["error"] - base[r["run"]] for r in ours if r["run"] in base]
+            if pairs:
+                row = dict(zip(CELL, cell, strict=True))
+                row |= {"method": label, "baseline": baseline, "runs": len(pairs)}
+                row["difference"] = float(np.mean(pairs))
+                row["ci95"] = _half_width(pairs) if len(pairs) > 1 else ""
+                found.append(row)
+    return found
+
+
+def labelled(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
+    """Records with a `label`: the method, with its setting if it has several."""
+    groups = grouped(rows, ("method", *CELL, "run"))
+    several = {key[0] for key, ours in groups.items() if len(ours) > 1}
+    return [
+        dict(row, label=f"{row['method']}, {row['setting']}")
+        if row["method"] in several
+        else dict(row, label=row["method"])
+        for row in rows
+    ]
+
+
+def _half_width(sample: Sequence[float]) -> float:
+    from scipy.stats import t
+
+    n = len(sample)
+    return float(t.ppf(0.975, n - 1) * np.std(sample, ddof=1) / n**0.5)
+
+
+def grouped(
+    rows: Sequence[Mapping[str, Any]], keys: Sequence[str]
+) -> dict[tuple, list]:
+    """Records by the values of some columns, in order of appearance."""
+    groups: dict[tuple, list] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def pivot(rows: Sequence[Mapping[str, Any]], value: str) -> str:
+    """Text table of `value`, mean ± standard deviation: methods by cells."""
+    cells = list(grouped(rows, CELL))
+    lines = [["method", *(f"M={m} {kind} {level:g}" for m, kind, level in cells)]]
+    for (label,), ours in grouped(labelled(rows), ("label",)).items():
+        found = grouped(ours, CELL)
+        samples = [[row[value] for row in found.get(cell, [])] for cell in cells]
+        lines.append([label, *(_mean(sample) for sample in samples)])
+    return aligned(lines)
+
+
+def _mean(sample: Sequence[float]) -> str:
+    if not sample:
+        return "-"
+    text = f"{np.mean(sample):.3g}"
+    return f"{text} ± {np.std(sample, ddof=1):.2g}" if len(sample) > 1 else text
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as text: the first column to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = []
+    for line in lines:
+        cells = [line[0].ljust(widths[0])]
+        cells += [c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)]
+        text.append("  ".join(cells))
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
 def table(
     rows: Sequence[Mapping[str, Any]], by: str, columns: Mapping[str, str]
 ) -> str:
@@ -88,14 +205,7 @@ def table(
             else:
                 line.append(f"{np.mean(found):.3g}")
         lines.append(line)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = []
-    for line in lines:
-        cells = [line[0].ljust(widths[0])]
-        cells += [c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)]
-        text.append("  ".join(cells))
-    rule = "-" * len(text[0])
-    return "\n".join([text[0], rule, *text[1:]])
+    return aligned(lines)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""Puts a run of the reference protocol beside the numbers of the authors' own code.
+
+python scripts/compare_reference.py results/reference_mnist/results.csv
+
+`tests/official_numbers.csv` holds means and standard deviations over memory sets,
+measured with the code that the paper's authors released (MAGICS-LAB/UHop, cdac754), its
+algorithm unchanged. Memory sets differ between the two, so means agree to within their
+standard errors: `z` is their difference in units of it.
+"""
+
+import csv
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+OFFICIAL = Path(__file__).parent.parent / "tests" / "official_numbers.csv"
+FLOOR = 0.05  # least standard error: rows without spread agree if they are this near
+
+
+def key(row: dict[str, str]) -> tuple:
+    """What a number is about, the same in both files."""
+    return (
+        row["data"],
+        row["corruption"],
+        float(row["level"]),
+        int(row["memories"]),
+        row["method"],
+        row["setting"] if row["setting"].startswith("N=") else "",
+    )
+
+
+def compare(results: Path) -> list[tuple[str, tuple, float, float, float]]:
+    """Table, key, official mean, our mean and `z` of every number in both files."""
+    ours = defaultdict(list)
+    with results.open() as file:
+        for row in csv.DictReader(file):
+            ours[key(row)].append(float(row["error"]))
+    found = []
+    with OFFICIAL.open() as file:
+        for row in csv.DictReader(file):
+            sample = ours.get(key(row), [])
+            if len(sample) > 1:
+                mean, sd, n = (float(row[name]) for name in ("mean", "sd", "seeds"))
+                pooled = max(sd, float(np.std(sample, ddof=1)))
+                error = pooled * (1 / n + 1 / len(sample)) ** 0.5
+                z = (np.mean(sample) - mean) / max(error, FLOOR)
+                found.append((row["table"], key(row), mean, float(np.mean(sample)), z))
+    return found
+
+
+def main() -> None:
+    """Prints every row, and how many are within two and three standard errors."""
+    rows = [row for path in sys.argv[1:] for row in compare(Path(path))]
+    for table, about, theirs, mean, z in rows:
+        name, *rest = about[4], *about[:4], about[5]
+        print(f"{table:20} {name:20} {rest!s:46} {theirs:9.3g} {mean:9.3g} z {z:5.1f}")
+    z = np.abs([row[-1] for row in rows])
+    print(
+        f"{len(z)} rows, {(z <= 2).sum()} within 2 standard errors, {(z <= 3).sum()} "
+        f"within 3, largest {z.max():.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Data: prepared sets as a user gets them, synthetic patterns, and a user's files."""
+
+import gzip
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import LIMIT, SHARED
+from PIL import Image
+
+from uhop_jax import data
+
+
+def test_prepared_sets_are_the_raw_files(prepared):
+    images = data.images("mnist", split="test", directory=prepared)
+    raw = gzip.open(SHARED / "t10k-images-idx3-ubyte.gz").read()
+    raw = np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 28, 28, 1)[:LIMIT]
+    labels = gzip.open(SHARED / "t10k-labels-idx1-ubyte.gz").read()
+    labels = np.frombuffer(labels, np.uint8, offset=8)[:LIMIT]
+    assert images.pixels.dtype == np.float32 and images.labels.dtype == np.int32
+    order = {x.tobytes(): label for x, label in zip(raw, labels, strict=True)}
+    found = np.round(images.pixels * 255).astype(np.uint8)
+    assert len({x.tobytes() for x in found}) == len(order) == LIMIT
+    for x, label in zip(found, images.labels, strict=True):
+        assert order[x.tobytes()] == label
+
+    images = data.images("cifar10", split="test", directory=prepared, limit=50)
+    assert images.pixels.shape == (50, 32, 32, 3)
+    picture = np.asarray(Image.open(SHARED / "cifar10_test.webp").convert("RGB"))
+    raw = picture.reshape(100, 32, 100, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
+    labels = np.load(SHARED / "cifar10_labels.npz")["test"]
+    order = {x.tobytes(): y for x, y in zip(raw[:LIMIT], labels, strict=False)}
+    found = np.round(images.pixels * 255).astype(np.uint8)
+    for x, label in zip(found, images.labels, strict=True):
+        assert order[x.tobytes()] == label
+
+
+def test_reading_needs_no_tensorflow(prepared):
+    code = (
+        "import sys; from uhop_jax import data; "
+        f"data.load('mnist', directory={str(prepared)!r}); "
+        "sys.exit('tensorflow' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_split_that_is_not_there_is_named(prepared):
+    info = prepared / "cifar10" / "3.0.2" / "dataset_info.json"
+    copy = prepared.parent / "one_split"
+    (copy / "cifar10" / "3.0.2").mkdir(parents=True, exist_ok=True)
+    text = info.read_text().replace('"train"', '"validation"')
+    (copy / "cifar10" / "3.0.2" / "dataset_info.json").write_text(text)
+    with pytest.raises(ValueError, match="'train' of cifar10 is not in data.dir"):
+        data.images("cifar10", split="train", directory=copy)
+
+
+def test_without_a_network_the_error_comes_at_once(tmp_path, monkeypatch):
+    pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
+    pytest.importorskip("pooch", reason="needs the extra `data`")
+
+    def unreachable(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(data.socket, "create_connection", unreachable)
+    monkeypatch.setitem(sys.modules, "tensorflow", sys)  # its import takes seconds
+    for name in ("mnist", "cifar100", "tiny_imagenet"):
+        with pytest.raises(ValueError, match=f"{name} is not prepared in data.dir .*"):
+            data.images(name, directory=tmp_path)
+
+
+@pytest.mark.parametrize("module", ["tensorflow_datasets", "tensorflow"])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=r"pip install 'uhop-jax\[data\]'"):
+        data.images("mnist", directory=tmp_path)
+
+
+def test_tiny_imagenet_is_read_from_its_folder(tmp_path):
+    root = tmp_path / "tiny_imagenet" / "tiny-imagenet-200"
+    rng = np.random.default_rng(0)
+    pictures = {}
+
+    def write(path, mode="RGB"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shape = (64, 64) if mode == "L" else (64, 64, 3)
+        picture = Image.fromarray(rng.integers(0, 255, shape, np.uint8))
+        picture.save(path, "JPEG")
+        pictures[path.name] = np.asarray(Image.open(path).convert("RGB"))
+
+    for wnid in ("n02", "n01"):
+        for index in range(2):
+            path = root / "train" / wnid / "images" / f"{wnid}_{index}.JPEG"
+            write(path, "L" if index else "RGB")
+    write(root / "val" / "images" / "val_0.JPEG")
+    (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn01\t0\t0\t9\t9\n")
+    (root / "wnids.txt").write_text("n02\nn01\n")
+    images = data.images("tiny_imagenet", directory=tmp_path)
+    assert images.labels.tolist() == [0, 0, 1, 1]
+    np.testing.assert_allclose(
+        images.pixels[2] * 255, pictures["n01_0.JPEG"], atol=0.01
+    )
+    images = data.images("tiny_imagenet", split="test", directory=tmp_path, limit=1)
+    assert images.pixels.shape == (1, 64, 64, 3) and images.labels.tolist() == [1]
+    (root / "train" / "n02" / "images" / "n02_0.JPEG").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="n02_0.JPEG is missing, truncated or no"):
+        data.images("tiny_imagenet", directory=tmp_path)
+
+
+def test_digits_are_real_and_complete():
+    images = data.images("digits")
+    assert images.pixels.shape == (1797, 8, 8, 1)
+    assert images.pixels.dtype == np.float32
+    assert images.pixels.min() == 0 and images.pixels.max() == 1
+    assert np.bincount(images.labels).tolist() == [
+        *(178, 182, 177, 183, 181, 182, 181, 179, 174, 180)
+    ]
+    patterns = data.load("digits", limit=5)
+    assert patterns.values.shape == (5, 64) and patterns.shape == (8, 8, 1)
+    assert patterns.names == ("0", "1", "2", "3", "4")
+
+
+def test_synthetic_patterns_are_what_they_say():
+    sphere = data.load("synthetic:sphere:32", limit=500).values
+    np.testing.assert_allclose(np.linalg.norm(sphere, axis=1), 1, rtol=1e-5)
+    gaussian = data.synthetic("gaussian", 2000, 16, seed=1)
+    assert abs(gaussian.mean()) < 0.03 and abs(gaussian.std() - 1) < 0.03
+    correlated = data.synthetic("correlated", 200, 400, seed=2)
+    unit = correlated / np.linalg.norm(correlated, axis=1, keepdims=True)
+    cosines = (unit @ unit.T)[np.triu_indices(200, 1)]
+    assert abs(cosines.mean() - 0.9) < 0.02
+    np.testing.assert_array_equal(
+        data.synthetic("gaussian", 3, 4, seed=5),
+        data.synthetic("gaussian", 3, 4, seed=5),
+    )
+
+
+def write_images(folder, count=3, size=(6, 5), mode="RGB"):
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    shape = (size[1], size[0]) if mode == "L" else (size[1], size[0], 3)
+    for index in range(count):
+        pixels = rng.integers(0, 255, shape, np.uint8)
+        Image.fromarray(pixels).save(folder / f"p{index}.png")
+    return folder
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
+    folder = write_images(tmp_path / "photos")
+    (folder / ".hidden.png").write_bytes(b"")
+    (folder / "notes.txt").write_text("mine")
+    patterns = data.read_patterns(folder)
+    assert patterns.names == ("p0.png", "p1.png", "p2.png")
+    assert patterns.shape == (5, 6, 3) and patterns.values.shape == (3, 90)
+    expected = np.asarray(Image.open(folder / "p1.png")).ravel() / 255
+    np.testing.assert_allclose(patterns.values[1], expected, rtol=1e-6)
+    grey = data.read_patterns(write_images(tmp_path / "grey", mode="L"))
+    assert grey.shape == (5, 6, 1)
+
+
+@pytest.mark.parametrize(
+    ("array", "shape", "scale"),
+    [
+        (np.arange(6).reshape(2, 3) / 10, (3,), 1),
+        (np.arange(12, dtype=np.uint8).reshape(2, 3, 2), (3, 2, 1), 255),
+        (np.arange(24, dtype=np.float16).reshape(2, 2, 2, 3), (2, 2, 3), 1),
+    ],
+)
+def test_arrays_are_read(tmp_path, array, shape, scale):
+    np.save(tmp_path / "a.npy", array)
+    np.savez(tmp_path / "one.npz", anything=array)
+    np.savez(tmp_path / "two.npz", patterns=array, labels=np.zeros(2))
+    for name in ("a.npy", "one.npz", "two.npz"):
+        patterns = data.load(str(tmp_path / name))
+        assert patterns.shape == shape and patterns.values.dtype == np.float32
+        expected = array.reshape(2, -1).astype(float) / scale
+        np.testing.assert_allclose(patterns.values, expected, rtol=1e-3)
+
+
+def broken(tmp_path, case):
+    """Makes a broken input; gives its path."""
+    path = tmp_path / "x.npy"
+    match case:
+        case "missing":
+            return tmp_path / "nothing.npy"
+        case "empty folder":
+            (tmp_path / "empty").mkdir()
+            return tmp_path / "empty"
+        case "other files":
+            (tmp_path / "text").mkdir()
+            (tmp_path / "text" / "a.txt").write_text("a")
+            return tmp_path / "text"
+        case "truncated image":
+            folder = write_images(tmp_path / "cut", size=(40, 40))
+            whole = (folder / "p1.png").read_bytes()
+            (folder / "p1.png").write_bytes(whole[: len(whole) // 2])
+            return folder
+        case "no image":
+            folder = write_images(tmp_path / "bad")
+            (folder / "p2.png").write_bytes(b"hello")
+            return folder
+        case "sizes":
+            folder = write_images(tmp_path / "sizes")
+            Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(folder / "q.png")
+            return folder
+        case "grey and colour":
+            folder = write_images(tmp_path / "mixed")
+            Image.fromarray(np.zeros((5, 6), np.uint8)).save(folder / "q.png")
+            return folder
+        case "truncated":
+            np.save(path, np.zeros((50, 50)))
+            path.write_bytes(path.read_bytes()[:500])
+        case "truncated archive":
+            np.savez(tmp_path / "x.npz", np.zeros((50, 50)))
+            archive = tmp_path / "x.npz"
+            archive.write_bytes(archive.read_bytes()[:500])
+            return archive
+        case "objects":
+            np.save(path, np.asarray([{}, {}]), allow_pickle=True)
+        case "text":
+            np.save(path, np.asarray([["a", "b"]]))
+        case "one axis":
+            np.save(path, np.zeros(4))
+        case "no rows":
+            np.save(path, np.zeros((0, 4)))
+        case "nan":
+            np.save(path, np.asarray([[1.0, np.nan]]))
+        case "two arrays":
+            np.savez(tmp_path / "y.npz", a=np.zeros((2, 2)), b=np.zeros((2, 2)))
+            return tmp_path / "y.npz"
+        case "suffix":
+            (tmp_path / "x.csv").write_text("1,2")
+            return tmp_path / "x.csv"
+    return path
+
+
+BROKEN = {
+    "missing": "no such file or folder: .*nothing.npy",
+    "empty folder": "empty holds no images",
+    "other files": r"text holds no images \(.png",
+    "truncated image": "p1.png is no image, or is truncated",
+    "no image": "p2.png is no image",
+    "sizes": "one size: p0.png is 6 x 5, q.png 4 x 4",
+    "grey and colour": "all grey or all colour: p0.png is colour, q.png grey",
+    "truncated": "x.npy is damaged",
+    "truncated archive": "x.npz is damaged or truncated",
+    "objects": "x.npy is damaged, or holds Python objects",
+    "text": "x.npy must hold real numbers, got dtype <U1",
+    "one axis": r"x.npy must have shape .* got \(4,\)",
+    "no rows": r"x.npy holds no patterns, its shape is \(0, 4\)",
+    "nan": "x.npy holds 1 NaN or infinite values of 2",
+    "two arrays": "y.npz must hold one array, .* it holds a, b",
+    "suffix": "x.csv is no .npy, .npz or folder of images",
+}
+
+
+@pytest.mark.parametrize(("case", "message"), BROKEN.items(), ids=BROKEN)
+def test_broken_input_gets_one_sentence(tmp_path, case, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        data.read_patterns(broken(tmp_path, case))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: data.load("mnits"), "unknown data 'mnits'; choose one of digits"),
+        (lambda: data.load("synthetic:cube"), "choose one of sphere, gaussian"),
+        (lambda: data.load("synthetic:sphere:x"), "synthetic:KIND:DIMENSION, got"),
+        (lambda: data.images("digits", split="val"), "choose one of train, test"),
+        (lambda: data.images("digits", limit=0), "limit must be at least 1, got 0"),
+        (lambda: data.synthetic("sphere", 3, 1), "dimension must be at least 2"),
+        (
+            lambda: data.synthetic("correlated", 3, 4, correlation=1.0),
+            r"correlation must be in \[0, 1\), got 1.0",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,218 @@
+"""Corruptions beyond the core's: the authors' code's, and some of dependent pixels."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
+
+from uhop_jax._checks import check_choice
+from uhop_jax._pytree import frozen_pytree
+from uhop_jax.corruption import Mask, Noise
+
+KINDS = ("mask", "known_mask", "noise", "norm_noise", "block", "blur", "shift")
+
+
+@frozen_pytree
+class Dropout:
+    """Masks with probability `fraction`, and scales up what is kept as dropout does.
+
+    What the authors' code does in place of a mask.
+    """
+
+    fraction: ArrayLike = 0.5
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        return Mask(self.fraction)(key, patterns) / (1 - self.fraction)
+
+
+@frozen_pytree
+class FoldedNoise:
+    """Gaussian noise, of which the magnitude is taken and clamped to `[0, 1]`.
+
+    What the authors' code does: negative values come back as positive ones.
+
+    Attributes:
+      scale: standard deviation for each component, or with `kind="norm"` the Euclidean
+        norm of the whole noise vector.
+      kind: `pixel` or `norm`.
+    """
+
+    scale: ArrayLike = 0.5
+    kind: str = dataclasses.field(default="pixel", metadata={"static": True})
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        noisy = Noise(self.scale, low=None, high=None, kind=self.kind)(key, patterns)
+        return jnp.clip(jnp.abs(noisy), 0, 1)
+
+
+@frozen_pytree
+class Block:
+    """Sets a square of each image to zero, at a random place.
+
+    Attributes:
+      fraction: part of the image that the square covers.
+      shape: height, width and channels of the images.
+    """
+
+    fraction: ArrayLike
+    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        height, width, _ = self.shape
+        images = patterns.reshape(-1, *self.shape)
+        area = jnp.asarray(self.fraction) * (height * width)
+        side = jnp.round(jnp.sqrt(area))
+        places = jax.random.uniform(key, (2, len(images), 1))
+        top = jnp.floor(places[0] * (height - side + 1))
+        left = jnp.floor(places[1] * (width - side + 1))
+        rows = jnp.arange(height, dtype=top.dtype)[None]
+        columns = jnp.arange(width, dtype=top.dtype)[None]
+        inside = ((rows >= top) & (rows < top + side))[:, :, None] & (
+            (columns >= left) & (columns < left + side)
+        )[:, None, :]
+        return jnp.where(inside[..., None], 0, images).reshape(patterns.shape)
+
+
+@frozen_pytree
+class Blur:
+    """Convolves each image with a Gaussian, its edges repeated.
+
+    Attributes:
+      width: standard deviation in pixels.
+      shape: height, width and channels of the images.
+    """
+
+    width: ArrayLike
+    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        del key
+        images = patterns.reshape(-1, *self.shape)
+        for axis in (1, 2):
+            size = self.shape[axis - 1]
+            at = jnp.arange(size, dtype=patterns.dtype)
+            offsets = jnp.arange(-size, size + 1, dtype=patterns.dtype)
+            weights = jnp.exp(-0.5 * (offsets / self.width) ** 2)
+            weights = weights / weights.sum()
+            sources = jnp.clip(at[:, None] + offsets[None], 0, size - 1).astype(int)
+            rows = jnp.arange(size)[:, None]
+            matrix = jnp.zeros((size, size), patterns.dtype)
+            spread = jnp.broadcast_to(weights[None], sources.shape)
+            matrix = matrix.at[rows, sources].add(spread)
+            images = jnp.moveaxis(
+                jnp.tensordot(images, matrix.T, axes=(axis, 0)), -1, axis
+            )
+        return images.reshape(patterns.shape)
+
+
+@frozen_pytree
+class Shift:
+    """Moves each image by `distance` pixels in one of four directions; zeros come in.
+
+    Attributes:
+      distance: whole pixels.
+      shape: height, width and channels of the images.
+    """
+
+    distance: int = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        images = patterns.reshape(-1, *self.shape)
+        n = self.distance
+        padded = jnp.pad(images, ((0, 0), (n, n), (n, n), (0, 0)))
+        moved = [
+            padded[:, n + down : n + down + self.shape[0], n + right :][
+                :, :, : self.shape[1]
+            ]
+            for down, right in ((-n, 0), (n, 0), (0, -n), (0, n))
+        ]
+        way = jax.random.randint(key, (len(images),), 0, 4)
+        return jnp.stack(moved)[way, jnp.arange(len(images))].reshape(patterns.shape)
+
+
+@frozen_pytree
+class KnownMasks:
+    """Hides what one of the given masks hides, drawn for each pattern; queries say so.
+
+    Attributes:
+      masks: `(n, d)`, true where a component is known.
+    """
+
+    masks: Bool[Array, "n d"]
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> tuple[Float[Array, "*batch d"], Bool[Array, "*batch d"]]:
+        which = jax.random.randint(key, patterns.shape[:-1], 0, len(self.masks))
+        known = self.masks[which]
+        return jnp.where(known, patterns, jnp.zeros((), patterns.dtype)), known
+
+
+def corruption_of(
+    kind: str, level: float, shape: tuple[int, ...], *, reference: bool = False
+) -> Any:
+    """The corruption of a kind at a level.
+
+    Args:
+      kind: one of `KINDS`.
+      level: fraction that is masked or covered, standard deviation or norm of the
+        noise, width of the blur in pixels, or pixels of the shift.
+      shape: height, width and channels of the images.
+      reference: as the authors' code does it, for masks and noise.
+
+    Raises:
+      ValueError: if the kind is unknown, the level is out of range, or patterns that
+        are no images are to be moved or blurred.
+    """
+    check_choice("corruption.kinds", kind, KINDS)
+    if not (math.isfinite(level) and level >= 0):
+        raise ValueError(f"corruption.levels must be at least 0, got {level}")
+    if kind in ("mask", "known_mask", "block") and level > 1:
+        raise ValueError(
+            f"corruption.levels of a {kind} must be in [0, 1], got {level}"
+        )
+    if kind in ("block", "blur", "shift") and len(shape) != 3:
+        raise ValueError(f"a {kind} needs images, got patterns of shape {shape}")
+    if reference and kind in ("block", "blur", "shift", "known_mask"):
+        raise ValueError(f"the reference protocol has masks and noise, got {kind!r}")
+    images = shape if len(shape) == 3 else (1, 1, shape[0])
+    height, width, channels = images
+    size = (height, width, channels)
+    match kind:
+        case "mask":
+            return Dropout(level) if reference else Mask(level)
+        case "known_mask":
+            return Mask(level, known=True)
+        case "noise":
+            return FoldedNoise(level) if reference else Noise(level)
+        case "norm_noise":
+            if reference:
+                return FoldedNoise(level, kind="norm")
+            return Noise(level, kind="norm")
+        case "block":
+            return Block(level, size)
+        case "blur":
+            if level == 0:
+                raise ValueError("corruption.levels of a blur must be positive, got 0")
+            return Blur(level, size)
+        case _:
+            if level != int(level) or level >= min(height, width):
+                raise ValueError(
+                    "corruption.levels of a shift must be whole pixels, fewer than "
+                    f"{min(height, width)}, got {level}"
+                )
+            return Shift(int(level), size)

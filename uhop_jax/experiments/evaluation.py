@@ -1,0 +1,291 @@
+"""Memory sets and queries, and how well models retrieve them: whole sweeps on device.
+
+One model is an `Entry`; all entries of a cell are evaluated by one compiled program,
+which visits one memory set after another so that memory stays bounded.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from uhop_jax._products import weigh
+from uhop_jax.calibration import beta_grid, corrupted_copies, overlaps_of, sweep_errors
+from uhop_jax.corruption import Corruption
+from uhop_jax.experiments.methods import Method
+from uhop_jax.kernels import Kernel
+from uhop_jax.losses import Loss, delta_min_of_gram, loss_of_gram
+from uhop_jax.separation import Separation
+from uhop_jax.similarity import Dot, Similarity
+
+EXACT = 0.01  # a pattern is recalled exactly if no component is further off
+
+
+class Queries(NamedTuple):
+    """Memory sets `(sets, M, d)` and a corrupted copy of each memory.
+
+    Attributes:
+      memories: stored patterns.
+      query: corrupted copies, `(sets, M, d)`, in the order of the memories.
+      observed: where they are intact, if the corruption says so.
+    """
+
+    memories: Float[Array, "sets M d"]
+    query: Float[Array, "sets M d"]
+    observed: Array | None
+
+
+class Entry(NamedTuple):
+    """A model to evaluate: a method with one of its kernels.
+
+    Attributes:
+      method: the method.
+      setting: which of the kernels of its family.
+      model: the similarity; its kernel has a leading axis of memory sets.
+    """
+
+    method: Method
+    setting: str
+    model: Similarity
+
+
+class Scores(NamedTuple):
+    """What was retrieved, against what should have been; `(sets, entries)` each.
+
+    Attributes:
+      error: sum of squared component differences, clamped to `[0, 1]` first, mean over
+        the queries.
+      top1: share of queries whose largest weight is at the right memory.
+      exact: share of queries with no component off by more than `EXACT`.
+    """
+
+    error: np.ndarray
+    top1: np.ndarray
+    exact: np.ndarray
+
+
+def draw_sets(
+    patterns: np.ndarray, memories: int, runs: Sequence[int], seed: Sequence[int]
+) -> np.ndarray:
+    """Memory sets `(sets, M, d)` of distinct patterns, each run by a seed of its own."""
+    drawn = []
+    for index in runs:
+        rng = np.random.default_rng([*seed, index])
+        drawn.append(patterns[rng.choice(len(patterns), memories, replace=False)])
+    return np.stack(drawn)
+
+
+@jax.jit
+def corrupt_sets(keys: Array, memories: Array, corruption: Corruption) -> Queries:
+    """One corrupted copy of each memory of each set, a key for each set."""
+
+    def one(row: tuple[Array, Array]) -> tuple[Array, Array | None]:
+        key, memories = row
+        query, observed, _ = corrupted_copies(
+            key, memories, corruption, memories.shape[0]
+        )
+        return query, observed
+
+    return Queries(memories, *lax.map(one, (keys, memories)))
+
+
+def entries_of(
+    methods: Sequence[Method], kernels: dict[str, dict[str, Kernel]]
+) -> list[Entry]:
+    """Every method with every kernel of its family."""
+    found = []
+    for method in methods:
+        family = kernels[method.family] if method.family else {"": None}
+        for setting, kernel in family.items():
+            found.append(Entry(method, setting, method.similarity(kernel)))
+    return found
+
+
+def overlaps(entries: Sequence[Entry], queries: Queries) -> Array:
+    """Overlaps `(sets, entries, Q, M)`."""
+    return _overlaps(tuple(e.model for e in entries), queries)
+
+
+def errors_by_beta(
+    entries: Sequence[Entry], overlaps: Array, memories: Array
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors `(sets, entries, betas)` on a grid of each entry, and the grids.
+
+    A grid is common to all sets.
+    """
+    betas = grids(overlaps)
+    errors = np.zeros((overlaps.shape[0], *betas.shape))
+    for separation, members in _by_separation(entries).items():
+        index = jnp.asarray(members)
+        found = _sweep(memories, overlaps[:, index], separation, betas[index])
+        errors[:, members] = np.asarray(found)
+    return errors, np.asarray(betas)
+
+
+def best_entries(
+    entries: Sequence[Entry],
+    errors: np.ndarray,
+    betas: np.ndarray,
+    *,
+    every_setting: bool = False,
+) -> list[tuple[int, float]]:
+    """Index and beta of the least mean error: one for each method, or for each entry.
+
+    Args:
+      entries: the models tried.
+      errors: `(sets, entries, betas)`.
+      betas: `(entries, betas)`.
+      every_setting: keep every kernel of a family, not the best alone.
+    """
+    mean = errors.mean(0)
+    least = mean.min(-1)
+    chosen: dict[object, int] = {}
+    for index, entry in enumerate(entries):
+        key = index if every_setting else entry.method.name
+        if key not in chosen or least[index] < least[chosen[key]]:
+            chosen[key] = index
+    return [
+        (i, float(betas[i, _middle_of_least(mean[i], betas[i])]))
+        for i in chosen.values()
+    ]
+
+
+def score(
+    entries: Sequence[Entry], overlaps: Array, betas: Sequence[float], memories: Array
+) -> Scores:
+    """Scores of each entry at its beta, after one update."""
+    groups = _by_separation(entries)
+    members = tuple(jnp.asarray(group) for group in groups.values())
+    found = _score(
+        tuple(groups), members, overlaps, jnp.asarray(betas, float), memories
+    )
+    order = np.argsort(np.concatenate([np.asarray(m) for m in members]))
+    return Scores(*(np.asarray(x)[:, order] for x in found))
+
+
+def scores_of_weights(weights: Array, memories: Array) -> Scores:
+    """Scores of weights `(sets, Q, M)` over the memories, as of one entry."""
+    found = jax.vmap(_scores)(weights, memories)
+    return Scores(*(np.asarray(x)[:, None] for x in found))
+
+
+def weights(entry: Entry, beta: float, queries: Queries) -> Array:
+    """Weights `(sets, Q, M)` of one entry over the memories, after one update."""
+    return entry.method.separation(beta * overlaps([entry], queries)[:, 0])
+
+
+@jax.jit
+def posterior_weights(corruption: Any, queries: Queries) -> Array:
+    """Probabilities `(sets, Q, M)` of the memories under the known corruption."""
+
+    def one(row: tuple[Array, Array]) -> Array:
+        return jax.nn.softmax(corruption.log_likelihood(*row))
+
+    return lax.map(one, (queries.memories, queries.query))
+
+
+def separations(
+    entries: Sequence[Entry], memories: Array, t: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Average separation loss and `Delta_min` of each kernel, `(sets, entries)` each."""
+    plain = [entry._replace(model=Dot(entry.model.kernel)) for entry in entries]
+    grams = overlaps(plain, Queries(memories, memories, None))
+    loss, delta = _separations(grams, jnp.asarray(t, grams.dtype))
+    return np.asarray(loss), np.asarray(delta)
+
+
+@jax.jit
+def _separations(grams: Array, t: Array) -> tuple[Array, Array]:
+    loss = Loss("average", normalize=True, pairs="distinct")
+    return loss_of_gram(grams, loss, t), delta_min_of_gram(grams)
+
+
+def _by_separation(entries: Sequence[Entry]) -> dict[Separation, list[int]]:
+    groups: dict[Separation, list[int]] = {}
+    for index, entry in enumerate(entries):
+        groups.setdefault(entry.method.separation, []).append(index)
+    return groups
+
+
+def _middle_of_least(errors: np.ndarray, betas: np.ndarray) -> int:
+    """Of the betas whose errors are the least to rounding, the middle one."""
+    order = np.argsort(betas)
+    slack = 1e-6 * (1e-6 + np.median(errors))
+    equal = [i for i in order if errors[i] <= errors.min() + slack]
+    return int(equal[len(equal) // 2])
+
+
+@jax.jit
+def _overlaps(models: tuple[Similarity, ...], queries: Queries) -> Array:
+    def one(row: tuple[tuple[Similarity, ...], Queries]) -> Array:
+        models, (memories, query, observed) = row
+        return lax.map(
+            lambda index: overlaps_of(models, index, memories, query, observed),
+            jnp.arange(len(models)),
+        )
+
+    return lax.map(one, (models, queries))
+
+
+@jax.jit
+def grids(overlaps: Array) -> Array:
+    """Inverse temperatures `(entries, betas)`, common to all memory sets."""
+    return jax.vmap(lambda x: beta_grid(x.reshape(-1, x.shape[-1])), in_axes=1)(
+        overlaps
+    )
+
+
+@jax.jit
+def _sweep(
+    memories: Array, overlaps: Array, separation: Separation, betas: Array
+) -> Array:
+    target = jnp.arange(memories.shape[1])
+
+    def one(row: tuple[Array, Array]) -> Array:
+        memories, overlaps = row
+        return lax.map(
+            lambda pair: sweep_errors(memories, pair[0], target, separation, pair[1]),
+            (overlaps, betas),
+        )
+
+    return lax.map(one, (memories, overlaps))
+
+
+@jax.jit
+def _score(
+    separations: tuple[Separation, ...],
+    members: tuple[Array, ...],
+    overlaps: Array,
+    betas: Array,
+    memories: Array,
+) -> tuple[Array, Array, Array]:
+    def one(row: tuple[Array, Array]) -> tuple[Array, ...]:
+        overlaps, memories = row
+
+        def scored(separation: Separation):
+            return lambda i: _scores(separation(betas[i] * overlaps[i]), memories)
+
+        parts = [
+            lax.map(scored(separation), index)
+            for separation, index in zip(separations, members, strict=True)
+        ]
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    return lax.map(one, (overlaps, memories))
+
+
+def mean_error(weights: Array, memories: Array) -> Array:
+    """Mean error of weights `(Q, M)`, query by memory."""
+    return _scores(weights, memories)[0]
+
+
+def _scores(weights: Array, memories: Array) -> tuple[Array, Array, Array]:
+    """Mean error, top-1 and exact recall of weights `(Q, M)`, query by memory."""
+    off = jnp.clip(weigh(weights, memories), 0, 1) - jnp.clip(memories, 0, 1)
+    right = weights.argmax(-1) == jnp.arange(memories.shape[0])
+    exact = jnp.abs(off).max(-1) <= EXACT
+    return (off * off).sum(-1).mean(), right.mean(), exact.mean()

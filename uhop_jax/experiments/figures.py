@@ -1,0 +1,79 @@
+"""Which results become which panel."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from uhop_jax import plotting
+from uhop_jax.experiments import records
+from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, PAPER
+from uhop_jax.experiments.protocols import REFERENCE
+
+ERROR = "error (sum of squared pixel differences)"
+_GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
+_GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}
+
+
+def curves(
+    rows: Sequence[Mapping[str, Any]], x: str, y: str, by: str
+) -> dict[str, plotting.Series]:
+    """Mean and standard deviation of `y` against `x`, one curve for each `by`."""
+    found: dict[str, plotting.Series] = {}
+    for name in dict.fromkeys(row[by] for row in rows):
+        ours = [row for row in rows if row[by] == name and row[y] != ""]
+        places = sorted({row[x] for row in ours})
+        samples = [[row[y] for row in ours if row[x] == place] for place in places]
+        if places:
+            found[name] = plotting.Series(
+                places,
+                [float(np.mean(s)) for s in samples],
+                [float(np.std(s, ddof=1)) if len(s) > 1 else 0.0 for s in samples],
+            )
+    return found
+
+
+def grouped(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Records by the group of their method."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(_GROUPS[row["method"]], []).append(row)
+    return found
+
+
+def sweep(rows: Sequence[Mapping[str, Any]]) -> list[plotting.Panel]:
+    """Error against memory size, or against the level of each kind of corruption."""
+    rows = records.labelled(rows)
+    by_size = len({row["memories"] for row in rows}) > 1
+    panels = []
+    keys = ("corruption", "level") if by_size else ("corruption",)
+    for corruption, ours in records.grouped(rows, keys).items():
+        for group, members in grouped(ours).items():
+            panels.append(
+                plotting.Panel(
+                    f"{group}, {' '.join(map(str, corruption))}",
+                    curves(
+                        members, "memories" if by_size else "level", "error", "label"
+                    ),
+                    "stored memories M" if by_size else f"level of {corruption[0]}",
+                    ERROR,
+                    xscale="log" if by_size else "linear",
+                    yscale="symlog",
+                )
+            )
+    return panels
+
+
+def save(path: Path, parts: Sequence[plotting.Panel], title: str) -> None:
+    """Writes the panels whole or not at all."""
+    records.write_whole(path, lambda file: plotting.panels(file, parts, title=title))
+
+
+def images(path: Path, columns: Mapping[str, np.ndarray], title: str) -> None:
+    """Writes an image grid whole or not at all."""
+    records.write_whole(
+        path, lambda file: plotting.image_grid(file, columns, title=title)
+    )

@@ -1,0 +1,210 @@
+"""The models that the experiments compare, and the kernels that they use."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from uhop_jax._pytree import frozen_pytree
+from uhop_jax.closed_form import fit_closed_form
+from uhop_jax.corruption import Corruption
+from uhop_jax.kernels import Centering, Kernel, LikelihoodKernel
+from uhop_jax.likelihood import fit_likelihood
+from uhop_jax.separation import (
+    Entmax,
+    Polynomial,
+    Separation,
+    Softmax,
+    Sparsemax,
+    TopK,
+)
+from uhop_jax.similarity import (
+    Cosine,
+    Dot,
+    NegativeL1,
+    NegativeL2,
+    NegativeSquaredL2,
+    Similarity,
+)
+from uhop_jax.stage_one import (
+    fit_annealed,
+    fit_sgd,
+    gaussian_start,
+    identity_start,
+)
+
+CALIBRATED, LIMIT = "calibrated", "limit"
+COPIES = 200_000  # corrupted component values that a likelihood kernel learns from
+
+
+class Method(NamedTuple):
+    """A model; its beta, and the kernel if its family has several, are chosen for it.
+
+    Attributes:
+      name: as it stands in tables.
+      similarity: makes the similarity from the kernel, or from None.
+      separation: maps scaled overlaps to weights.
+      family: key of `FAMILIES`, or "" for no kernel.
+      group: heading under which figures draw it.
+    """
+
+    name: str
+    similarity: Callable[[Kernel | None], Similarity]
+    separation: Separation
+    family: str = ""
+    group: str = "fixed similarity"
+
+
+class Settings(NamedTuple):
+    """How the kernels of a protocol are learned.
+
+    Attributes:
+      start: `identity`, or `gaussian`, the paper's.
+      rates: step sizes of each family in units of `d`, one number or one for each step.
+      steps: numbers of steps, each a kernel.
+      t: scale of the separation loss.
+      ridges: of the closed form.
+      share: part of the memories that Stage I sees.
+      normalize_rows: whether the rows of `W` are scaled to unit norm at the end.
+    """
+
+    start: str
+    rates: Mapping[str, Any]
+    steps: Mapping[str, tuple[int, ...]]
+    t: float = 2.0
+    ridges: tuple[float, ...] = ()
+    share: float = 1.0
+    normalize_rows: bool = False
+
+
+@frozen_pytree
+class Powers(Separation):
+    """`z^n` as it is, not normalised: the dense associative memory of the paper.
+
+    What it retrieves is of any size, and is clamped before it is scored.
+    """
+
+    has_conjugate: ClassVar[bool] = False
+    normalized: ClassVar[bool] = False
+
+    degree: int = dataclasses.field(default=10, metadata={"static": True})
+
+    def _weights(self, z: Array) -> Array:
+        return z**self.degree
+
+
+FAIR = (
+    Method("MHM", Dot, Softmax()),
+    Method("Sparse MHM", Dot, Sparsemax()),
+    Method("entmax 1.5", Dot, Entmax(1.5)),
+    Method("DAM 10", Dot, Polynomial(10)),
+    Method("l2", NegativeL2, Softmax()),
+    Method("squared l2", NegativeSquaredL2, Softmax()),
+    Method("l1", NegativeL1, Softmax()),
+    Method("cosine", Cosine, Softmax()),
+    Method("centred cosine", Cosine, Softmax(), "centred"),
+    Method("nearest (cosine)", Cosine, TopK(1)),
+    Method("nearest (l2)", NegativeSquaredL2, TopK(1)),
+    Method("random W", Dot, Softmax(), "random", "kernel"),
+    Method("random W, angular", Cosine, Softmax(), "random", "angular kernel"),
+    Method("U-Hop", Dot, Softmax(), "average", "kernel"),
+    Method("U-Hop sparse", Dot, Sparsemax(), "average", "kernel"),
+    Method("U-Hop, angular", Cosine, Softmax(), "average", "angular kernel"),
+    Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
+    Method("U-Hop max, angular", Cosine, Softmax(), "maximum", "angular kernel"),
+    Method("U-Hop+", Dot, Softmax(), "annealed", "kernel"),
+    Method("U-Hop+, angular", Cosine, Softmax(), "annealed", "angular kernel"),
+    Method("closed form", Dot, Softmax(), "closed form", "kernel"),
+    Method("closed form, angular", Cosine, Softmax(), "closed form", "angular kernel"),
+    Method("likelihood, rank 2", Dot, Softmax(), "likelihood 2", "calibration"),
+    Method("likelihood, rank 8", Dot, Softmax(), "likelihood 8", "calibration"),
+    Method("likelihood, full", Dot, Softmax(), "likelihood full", "calibration"),
+)
+
+# At beta = 1 and with one number of steps, as the paper has it.
+PAPER = (
+    Method("MHM", Dot, Softmax()),
+    Method("Sparse MHM", Dot, Sparsemax()),
+    Method("DAM 10", Dot, Powers(10)),
+    Method("l2", NegativeL2, Softmax()),
+    Method("l1", NegativeL1, Softmax()),
+    Method("random W", Dot, Softmax(), "random", "kernel"),
+    Method("U-Hop", Dot, Softmax(), "average", "kernel"),
+    Method("U-Hop sparse", Dot, Sparsemax(), "average", "kernel"),
+    Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
+    Method("U-Hop max sparse", Dot, Sparsemax(), "maximum", "kernel"),
+)
+
+
+def fit_kernels(
+    families: Iterable[str],
+    keys: Array,
+    memories: Array,
+    corruption: Corruption,
+    settings: Settings,
+) -> dict[str, dict[str, Kernel]]:
+    """Kernels of each family by what tells them apart, for memory sets `(sets, M, d)`.
+
+    Each set has a key of its own. Numbers of steps are snapshots of one run.
+    """
+    families, d = set(families), memories.shape[-1]
+    learned = memories[:, : max(2, int(settings.share * memories.shape[1]))]
+    found: dict[str, dict[str, Kernel]] = {}
+    gaussian, full = None, None
+    if settings.start == "gaussian" or "random" in families:
+        gaussian = jax.vmap(lambda key: gaussian_start(key, d))(keys)
+    start = gaussian if settings.start == "gaussian" else identity_start(d)
+    for family in sorted(families):
+        kind = family.split()[0]
+        if family == "centred":
+            found[family] = {"": Centering(memories.mean(1))}
+        elif family == "random":
+            assert gaussian is not None
+            found[family] = {"": gaussian}
+        elif kind in ("average", "maximum"):
+            steps = tuple(sorted(set(settings.steps[family])))
+            fitted = fit_sgd(
+                learned,
+                rate=settings.rates[family],
+                steps=steps[-1],
+                start=start,
+                kind=kind,
+                t=settings.t,
+                snapshots=steps,
+                normalize_rows=settings.normalize_rows,
+                path="gram",
+            )
+            found[family] = {
+                f"N={number}": jax.tree.map(lambda x, i=i: x[:, i], fitted.snapshots)
+                for i, number in enumerate(steps)
+            }
+        elif family == "annealed":
+            steps = max(1, *settings.steps["average"])
+            fitted = fit_annealed(keys[0], learned, steps=steps, restarts=1)
+            found[family] = {f"N={steps}": fitted.kernel}
+        elif family == "closed form":
+            found[family] = {
+                f"ridge {ridge:g}": fit_closed_form(learned, ridge=jnp.asarray(ridge))
+                for ridge in settings.ridges
+            }
+        elif kind == "likelihood":
+            if full is None:
+                full = _likelihoods(keys, memories, corruption)
+            rank = family.split()[1]
+            found[family] = {"": full.cut(None if rank == "full" else int(rank))}
+    return found
+
+
+def _likelihoods(
+    keys: Array, memories: Array, corruption: Corruption
+) -> LikelihoodKernel:
+    """The likelihood kernel of each memory set, each from a key of its own."""
+    copies = max(4, -(-COPIES // memories[0].size))
+    each = [
+        fit_likelihood(jax.random.fold_in(key, 1), m, corruption, copies=copies)
+        for key, m in zip(keys, memories, strict=True)
+    ]
+    return jax.tree.map(lambda *x: jnp.stack(x), *each)

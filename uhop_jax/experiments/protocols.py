@@ -1,0 +1,149 @@
+"""The three protocols: what is compared with what, and under which settings.
+
+- `fair`: every method at its own best beta and kernel, chosen on other memories.
+- `paper`: one beta, a Gaussian start, the constant rate 1, rows of `W` normalised at
+  the end; distances with the sign that retrieves the nearest.
+- `reference`: as the authors' code runs, oddities included: kept pixels are doubled,
+  noise is folded, distances retrieve the farthest, powers are not normalised, Stage I
+  sees half of the memories in the mask task, rows are not normalised, and the rate of
+  its average-loss trainer falls as `1 / sqrt(n!)`.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array
+from ml_collections import ConfigDict
+
+from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax._pytree import frozen_pytree
+from uhop_jax.experiments.methods import FAIR, PAPER, Method, Powers, Settings
+from uhop_jax.kernels import Kernel
+from uhop_jax.separation import Polynomial, Softmax, Sparsemax
+from uhop_jax.similarity import Dot, NegativeL1, NegativeL2
+
+PROTOCOLS = ("fair", "paper", "reference")
+FAMILIES = ("average", "maximum", "annealed")
+
+
+class Protocol(NamedTuple):
+    """Methods and how they are set.
+
+    Attributes:
+      methods: the methods compared.
+      settings: how their kernels are learned.
+      beta: inverse temperature of all methods, or None to choose it for each.
+    """
+
+    methods: tuple[Method, ...]
+    settings: Settings
+    beta: float | None
+
+
+@frozen_pytree
+class PositiveL2(NegativeL2):
+    """The distance itself as a similarity, which retrieves the farthest memory."""
+
+    kernel: Kernel | None = None
+
+    def _compare(self, keys, state, restrict) -> Array:
+        return -super()._compare(keys, state, restrict)
+
+
+@frozen_pytree
+class PositiveL1(NegativeL1):
+    """The distance itself as a similarity, which retrieves the farthest memory."""
+
+    kernel: Kernel | None = None
+
+    def _compare(self, keys, state, restrict) -> Array:
+        return -super()._compare(keys, state, restrict)
+
+
+REFERENCE = (
+    Method("MHM", Dot, Softmax()),
+    Method("Sparse MHM", Dot, Sparsemax()),
+    Method("DAM 10", Dot, Powers(10)),
+    Method("DAM 10, normalised", Dot, Polynomial(10)),
+    Method("l2, released sign", PositiveL2, Softmax()),
+    Method("l1, released sign", PositiveL1, Softmax()),
+    Method("l2", NegativeL2, Softmax()),
+    Method("l1", NegativeL1, Softmax()),
+    Method("random W", Dot, Softmax(), "random", "kernel"),
+    Method("U-Hop", Dot, Softmax(), "average", "kernel"),
+    Method("U-Hop sparse", Dot, Sparsemax(), "average", "kernel"),
+    Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
+    Method("U-Hop max sparse", Dot, Sparsemax(), "maximum", "kernel"),
+    Method("U-Hop, rate 1", Dot, Softmax(), "average 1", "kernel"),
+    Method("U-Hop, rate 10", Dot, Softmax(), "average 10", "kernel"),
+)
+
+
+def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
+    """The protocol of a config, for patterns of a dimension.
+
+    Raises:
+      ValueError: if the protocol, a method or a setting is unknown or out of range.
+    """
+    check_choice("protocol", config.protocol, PROTOCOLS)
+    options = config.stage_one
+    check_positive("stage_one.t", options.t)
+    check_positive("stage_one.rate", options.rate)
+    check_choice("stage_one.start", options.start, ("gaussian", "identity"))
+    check_positive("beta", config.beta)
+    if not options.steps:
+        raise ValueError("stage_one.steps must hold at least one number, got none")
+    steps = tuple(sorted({int(n) for n in options.steps}))
+    for number in options.steps:
+        check_count("stage_one.steps", number, 0)
+    for ridge in options.ridges:
+        check_positive("stage_one.ridges", ridge)
+    methods: tuple[Method, ...]
+    beta: float | None = config.beta
+    if config.protocol == "fair":
+        methods, beta = FAIR, None
+        settings = Settings(
+            options.start,
+            rates={"average": options.rate, "maximum": options.rate},
+            steps={"average": steps, "maximum": steps},
+            t=options.t,
+            ridges=tuple(options.ridges),
+        )
+    elif config.protocol == "paper":
+        methods = PAPER
+        settings = Settings(
+            "gaussian",
+            rates={"average": 1 / dimension, "maximum": 1 / dimension},
+            steps={"average": steps, "maximum": steps},
+            t=options.t,
+            normalize_rows=True,
+        )
+    else:
+        methods = REFERENCE
+        last = max(steps)
+        settings = Settings(
+            "gaussian",
+            rates={
+                "average": falling_rates(last) / dimension,
+                "maximum": 10 / dimension,
+                "average 1": 1 / dimension,
+                "average 10": 10 / dimension,
+            },
+            steps=dict.fromkeys(
+                ("average", "maximum", "average 1", "average 10"), steps
+            ),
+            t=options.t,
+            share=0.5 if "mask" in config.corruption.kinds else 1.0,
+        )
+    if config.methods:
+        known = [method.name for method in methods]
+        for name in config.methods:
+            check_choice(f"method of the {config.protocol} protocol", name, known)
+        methods = tuple(m for m in methods if m.name in config.methods)
+    return Protocol(methods, settings, beta)
+
+
+def falling_rates(steps: int) -> np.ndarray:
+    """`1 / sqrt(n!)` for each step: the authors' decay, which compounds."""
+    return np.asarray([math.exp(-0.5 * math.lgamma(n + 1)) for n in range(steps)])

@@ -1,0 +1,242 @@
+"""A user's own memory: store patterns, choose a model, answer queries, reload later."""
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from ml_collections import ConfigDict
+
+from uhop_jax import data
+from uhop_jax._checks import check_count
+from uhop_jax.calibration import Calibration, calibrate
+from uhop_jax.experiments import figures, records
+from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
+from uhop_jax.retrieval import converge, has_energy
+from uhop_jax.storage import load, save
+from uhop_jax.theory import effective_memories
+
+MAX_UPDATES = 100
+
+
+class Memory(NamedTuple):
+    """Stored patterns and the model calibrated for them.
+
+    Attributes:
+      patterns: one per row.
+      model: similarity, kernel, separation and beta.
+      shape: of a pattern: height, width and channels, or its dimension.
+      names: of the patterns: file names, or their numbers.
+    """
+
+    patterns: Float[Array, "M d"]
+    model: Calibration
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class Answers(NamedTuple):
+    """What each query retrieved, and how sure it is.
+
+    Attributes:
+      state: retrieved patterns.
+      index: memory of the largest weight.
+      weights: over the memories.
+      margin: lead of the largest weight over the next.
+      effective: effective number of memories mixed; 1 is a single one.
+      expected_error: sum of squared differences that the weights, read as
+        probabilities of the memories, let expect.
+      converged: whether further updates stay at the same memory; None for a model whose
+        updates cannot be iterated.
+    """
+
+    state: Float[Array, "Q d"]
+    index: Int[Array, " Q"]
+    weights: Float[Array, "Q M"]
+    margin: Float[Array, " Q"]
+    effective: Float[Array, " Q"]
+    expected_error: Float[Array, " Q"]
+    converged: Bool[Array, " Q"] | None
+
+
+def answer(
+    memory: Memory,
+    query: Float[Array, "Q d"],
+    observed: Bool[Array, "Q d"] | None = None,
+) -> Answers:
+    """One update of each query by the calibrated model, with its confidence."""
+    model, patterns = memory.model, memory.patterns
+    found = model.retrieve(patterns, query, observed=observed)
+    top, index = jax.lax.top_k(found.weights, 2)
+    squared = (patterns * patterns).sum(-1)
+    variance = found.weights @ squared - (found.state * found.state).sum(-1)
+    converged = None
+    if has_energy(model.separation, model.similarity):
+        end = converge(
+            patterns,
+            query,
+            beta=model.beta,
+            separation=model.separation,
+            similarity=model.similarity,
+            observed=observed,
+            max_steps=MAX_UPDATES,
+        )
+        converged = end.converged & (end.weights.argmax(-1) == index[:, 0])
+    return Answers(
+        found.state,
+        index[:, 0],
+        found.weights,
+        top[:, 0] - top[:, 1],
+        effective_memories(found.weights),
+        jnp.maximum(variance, 0.0),
+        converged,
+    )
+
+
+def run(config: ConfigDict, workdir: Path) -> None:
+    """Stores or loads memories, answers the queries, and writes what was retrieved.
+
+    Writes `memory.npz` (patterns and model, for `--config.memory` of a later run),
+    `answers.csv` (one row for each query), `retrieved.npz` (patterns, indices, weights)
+    and, for images, `retrieved.png`.
+
+    Raises:
+      ValueError: if something cannot be read, or does not fit.
+    """
+    began = time.perf_counter()
+    check_count("images", config.images, 0)
+    memory = _load(config.memory) if config.memory else None
+    if memory is None:
+        stored = _patterns(config)
+        shape, names, values = stored.shape, stored.names, stored.values
+    else:
+        shape, names, values = memory.shape, memory.names, memory.patterns
+    queries = data.read_patterns(config.queries) if config.queries else None
+    if queries is not None and tuple(queries.shape) != tuple(shape):
+        raise ValueError(f"queries have shape {queries.shape}, the memories {shape}")
+    observed = _observed(config.observed, queries)
+    corruption = None
+    if memory is None:
+        if observed is None:
+            options = config.corruption
+            corruption = corruption_of(options.kind, options.level, tuple(shape))
+        else:
+            corruption = KnownMasks(observed)
+    records.claim(config, workdir)
+
+    written = []
+    if memory is None:
+        values = jnp.asarray(values)
+        model = calibrate(jax.random.key(config.seed), values, corruption)
+        memory = Memory(values, model, tuple(shape), tuple(names))
+        save(workdir / "memory.npz", tuple(memory))
+        written.append("memory.npz")
+    print(f"{len(names)} memories of shape {tuple(shape)}: {memory.model.summary()}")
+    if queries is not None:
+        found = answer(memory, jnp.asarray(queries.values), observed)
+        rows = _rows(memory, queries, found)
+        records.write_csv(workdir / "answers.csv", rows)
+        arrays: Any = {
+            "patterns": found.state,
+            "index": found.index,
+            "weights": found.weights,
+        }
+        records.write_whole(
+            workdir / "retrieved.npz",
+            lambda path: np.savez(path, allow_pickle=False, **arrays),
+        )
+        written += ["answers.csv", "retrieved.npz"]
+        if len(shape) == 3 and config.images:
+            _picture(workdir / "retrieved.png", memory, queries, found, config.images)
+            written.append("retrieved.png")
+        shown = [list(rows[0]), *([str(x) for x in r.values()] for r in rows[:10])]
+        print(records.aligned(shown))
+        if len(rows) > 10:
+            print(f"... and {len(rows) - 10} more in answers.csv")
+    spent = time.perf_counter() - began
+    print(f"{spent:.1f} s; written to {workdir}: {', '.join(written) or 'nothing new'}")
+
+
+def _patterns(config: ConfigDict) -> data.Patterns:
+    stored = data.load(
+        config.data.name,
+        split=config.data.split,
+        directory=config.data.dir or None,
+        limit=config.data.limit or None,
+        seed=config.seed,
+    )
+    if len(stored.values) < 2:
+        raise ValueError(f"{config.data.name} holds one pattern; a memory needs two")
+    return stored
+
+
+def _load(path: str) -> Memory:
+    found = load(path)
+    if not isinstance(found, tuple) or len(found) != 4:
+        raise ValueError(f"{path} is no memory that the query variant saved")
+    memory = Memory(*found)
+    if not isinstance(memory.model, Calibration):
+        raise ValueError(f"{path} is no memory that the query variant saved")
+    return memory
+
+
+def _observed(path: str, queries: data.Patterns | None) -> Array | None:
+    """The mask of known components, `(queries, d)`."""
+    if not path:
+        return None
+    if queries is None:
+        raise ValueError("observed belongs to queries, which are missing")
+    try:
+        mask = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        raise ValueError(f"observed: {path} is not a readable .npy file") from None
+    if mask.dtype != bool:
+        raise ValueError(f"observed must be boolean, {path} has dtype {mask.dtype}")
+    try:
+        known = np.broadcast_to(
+            mask.reshape(mask.shape[0], -1) if mask.ndim > 2 else mask,
+            queries.values.shape,
+        )
+    except ValueError:
+        raise ValueError(
+            f"observed has shape {mask.shape}, queries {queries.values.shape}"
+        ) from None
+    return jnp.asarray(known)
+
+
+def _rows(memory: Memory, queries: data.Patterns, found: Answers) -> list[dict]:
+    rows = []
+    for i, name in enumerate(queries.names):
+        index = int(found.index[i])
+        converged: Any = "one step"
+        if found.converged is not None:
+            converged = "yes" if found.converged[i] else "no"
+        rows.append(
+            {
+                "query": name,
+                "memory": memory.names[index],
+                "index": index,
+                "weight": f"{float(found.weights[i, index]):.4g}",
+                "margin": f"{float(found.margin[i]):.4g}",
+                "memories_mixed": f"{float(found.effective[i]):.4g}",
+                "expected_error": f"{float(found.expected_error[i]):.4g}",
+                "converged": converged,
+            }
+        )
+    return rows
+
+
+def _picture(
+    path: Path, memory: Memory, queries: data.Patterns, found: Answers, number: int
+) -> None:
+    number = min(number, len(queries.values))
+    columns = {
+        "query": queries.values[:number],
+        "retrieved": np.asarray(found.state[:number]),
+        "stored": np.asarray(memory.patterns[found.index[:number]]),
+    }
+    shaped = {name: x.reshape(-1, *memory.shape) for name, x in columns.items()}
+    figures.images(path, shaped, f"{memory.model.name}, one update")

@@ -1,0 +1,290 @@
+"""Studies of one cell: error against beta, loss against error, metastable states."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from uhop_jax.experiments import evaluation, figures, records
+from uhop_jax.experiments.evaluation import Entry
+from uhop_jax.experiments.methods import Method
+from uhop_jax.experiments.sweep import SCORED, Cell, Study, base_row
+from uhop_jax.plotting import Panel, Series
+from uhop_jax.separation import Entmax, Softmax
+from uhop_jax.similarity import Dot
+from uhop_jax.stage_one import Fitted, fit_sgd, gaussian_start, identity_start
+from uhop_jax.theory import effective_memories
+
+# --------------------------------------------------------------------------------------
+# Error against the number of Stage I steps (stage_one, losses)
+# --------------------------------------------------------------------------------------
+
+
+def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Error, loss and `Delta_min` against N for each memory size, as in the paper."""
+    plain = [r for r in rows if not r["setting"].startswith("N=")]
+    learned = [dict(r, steps=int(r["setting"][2:])) for r in rows if r not in plain]
+    parts = []
+    for M in dict.fromkeys(r["memories"] for r in rows):
+        ours = [r for r in learned if r["memories"] == M]
+        found = figures.curves(ours, "steps", "error", "method")
+        places = sorted({r["steps"] for r in ours})
+        for name in dict.fromkeys(r["method"] for r in plain):
+            errors = [
+                r["error"] for r in plain if (r["memories"], r["method"]) == (M, name)
+            ]
+            mean, spread = float(np.mean(errors)), float(np.std(errors))
+            found[name] = Series(places, [mean] * len(places), [spread] * len(places))
+        label = "Stage I steps N"
+        panel = Panel(f"M = {M}", found, label, figures.ERROR, "symlog", "symlog")
+        parts.append(panel)
+        if len({r["memories"] for r in rows}) == 1:
+            for key, name in (("loss", "separation loss"), ("delta_min", "Delta_min")):
+                curves = figures.curves(ours, "steps", key, "method")
+                parts.append(Panel(f"M = {M}", curves, label, name, "symlog"))
+    return parts
+
+
+# --------------------------------------------------------------------------------------
+# Error against beta
+# --------------------------------------------------------------------------------------
+
+
+def temperature_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
+    """The error of every model at every beta of its grid."""
+    rows = []
+    queries = study.queries(cell, SCORED, range(study.config.runs))
+    runs = range(study.config.runs)
+    entries = timed("Stage I", study.entries, cell, SCORED, queries, runs)
+    found = timed("retrieval", evaluation.overlaps, entries, queries)
+    errors, betas = timed(
+        "retrieval", evaluation.errors_by_beta, entries, found, queries.memories
+    )
+    for i, entry in enumerate(entries):
+        for run in runs:
+            base = base_row(study, cell, entry.method.name, entry.setting, run)
+            for b in np.argsort(betas[i]):
+                beta, error = float(betas[i, b]), float(errors[run, i, b])
+                rows.append(base | {"beta": beta, "error": error})
+    return rows
+
+
+def temperature_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Error against beta; each curve on the betas of its own grid."""
+    groups = figures.grouped(records.labelled(_without_runs(rows)))
+    return [
+        Panel(
+            group,
+            figures.curves(ours, "beta", "error", "label"),
+            "inverse temperature beta",
+            figures.ERROR,
+            xscale="log",
+            yscale="symlog",
+        )
+        for group, ours in groups.items()
+    ]
+
+
+def temperature_report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The least error of each model, and its beta."""
+    lines = [["method", "best beta", "error"]]
+    for (method, setting), ours in records.grouped(rows, ("method", "setting")).items():
+        by_beta = records.grouped(ours, ("beta",))
+        means = {
+            beta: np.mean([r["error"] for r in x]) for (beta,), x in by_beta.items()
+        }
+        beta = min(means, key=lambda b: means[b])
+        name = f"{method}, {setting}" if setting else method
+        lines.append([name, f"{beta:.3g}", f"{means[beta]:.3g}"])
+    return records.aligned(lines)
+
+
+def _without_runs(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
+    """Betas in place of runs, so that a method has several settings or one at each."""
+    return [dict(r, run=(r["run"], r["beta"])) for r in rows]
+
+
+# --------------------------------------------------------------------------------------
+# Loss against error
+# --------------------------------------------------------------------------------------
+
+
+def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
+    """U-Hop after a random number of steps at a random rate, run by run.
+
+    In the paper and reference protocols the rate is `N(0, 1)`, as in the paper: half of
+    the runs climb. In the fair protocol it is log-uniform from 0.1 to 100 times the
+    rate of the config.
+    """
+    config, settings = study.config, study.protocol.settings
+    fair = config.protocol == "fair"
+    most = max(1, *settings.steps["average"])
+    rng = np.random.default_rng((config.seed, 1))
+    rows = []
+    for run in range(config.runs):
+        queries = study.queries(cell, SCORED, range(run, run + 1))
+        d = queries.memories.shape[-1]
+        number = int(rng.integers(1, most + 1))
+        normal, uniform = rng.normal(), rng.uniform(-1, 2)
+        rate = config.stage_one.rate * 10**uniform if fair else normal / d
+        start: Fitted = identity_start(d)
+        if settings.start == "gaussian":
+            start = gaussian_start(study.key(5, run), d)
+        fitted = timed(
+            "Stage I",
+            fit_sgd,
+            queries.memories[0],
+            rate=jnp.full(most, rate),
+            steps=most,
+            start=start,
+            t=settings.t,
+            snapshots=(number,),
+            path="gram",
+        )
+        model = Dot(fitted.snapshots)
+        entry = Entry(Method("U-Hop", Dot, Softmax(), "average"), f"N={number}", model)
+        found = evaluation.overlaps([entry], queries)
+        if fair:
+            errors, betas = evaluation.errors_by_beta([entry], found, queries.memories)
+            [(_, beta)] = evaluation.best_entries([entry], errors, betas)
+        else:
+            beta = config.beta
+        scores = timed(
+            "retrieval", evaluation.score, [entry], found, [beta], queries.memories
+        )
+        loss, delta = evaluation.separations([entry], queries.memories, settings.t)
+        rows.append(
+            base_row(study, cell, "U-Hop", f"N={number}", run)
+            | {"rate": rate * d, "beta": beta, "error": float(scores.error[0, 0])}
+            | {"loss": float(loss[0, 0]), "delta_min": float(delta[0, 0])}
+        )
+    return rows
+
+
+def scatter_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Error against separation loss, one point for each run."""
+    parts = []
+    for (M,), ours in records.grouped(rows, ("memories",)).items():
+        up = [r for r in ours if r["rate"] <= 0]
+        down = [r for r in ours if r["rate"] > 0]
+        series = {
+            name: Series([r["loss"] for r in x], [r["error"] for r in x], [0] * len(x))
+            for name, x in (("descent", down), ("ascent (negative rate)", up))
+            if x
+        }
+        parts.append(
+            Panel(
+                f"M = {M}",
+                series,
+                "separation loss",
+                figures.ERROR,
+                yscale="symlog",
+                points=True,
+            )
+        )
+    return parts
+
+
+def scatter_report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rank correlation of loss and error, over all runs and over those that descend."""
+    from scipy.stats import spearmanr
+
+    lines = [["runs", "number", "Spearman correlation"]]
+    for name, ours in (
+        ("all", rows),
+        ("positive rate", [r for r in rows if r["rate"] > 0]),
+    ):
+        if len(ours) > 2:
+            pairs = [(r["loss"], r["error"]) for r in ours]
+            rho = spearmanr(*zip(*pairs, strict=True)).statistic
+            lines.append([name, str(len(ours)), f"{rho:.3f}"])
+    return "separation loss against error\n" + records.aligned(lines)
+
+
+# --------------------------------------------------------------------------------------
+# Metastable states
+# --------------------------------------------------------------------------------------
+
+
+def metastability_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
+    """How many memories one update mixes, by alpha and beta, with and without U-Hop."""
+    config = study.config
+    runs = range(config.runs)
+    queries = study.queries(cell, SCORED, runs)
+    names = ("MHM", "U-Hop")
+    entries = timed("Stage I", study.entries, cell, SCORED, queries, runs)
+    last = {e.method.name: e for e in entries if e.method.name in names}
+    found = evaluation.overlaps(list(last.values()), queries)
+    betas = evaluation.grids(found)
+    alphas = jnp.asarray(config.alphas)
+    rows = []
+    for i, entry in enumerate(last.values()):
+        sizes, errors = timed(
+            "retrieval", _sizes, queries.memories, found[:, i], alphas, betas[i]
+        )
+        for a, alpha in enumerate(config.alphas):
+            for b in np.argsort(betas[i]):
+                for run in runs:
+                    rows.append(
+                        base_row(study, cell, entry.method.name, entry.setting, run)
+                        | {"alpha": float(alpha), "beta": float(betas[i, b])}
+                        | {"size": float(sizes[run, a, b])}
+                        | {"error": float(errors[run, a, b])}
+                    )
+    return rows
+
+
+@jax.jit
+def _sizes(memories: Array, overlaps: Array, alphas: Array, betas: Array) -> tuple:
+    """Mean effective number of memories, and mean error, `(sets, alphas, betas)`."""
+
+    def one(row: tuple[Array, Array]) -> tuple[Array, Array]:
+        memories, overlaps = row
+
+        def at(alpha: Array, beta: Array) -> tuple[Array, Array]:
+            weights = Entmax(alpha)(beta * overlaps)
+            error = evaluation.mean_error(weights, memories)
+            return effective_memories(weights).mean(), error
+
+        return lax.map(lambda a: lax.map(lambda b: at(a, b), betas), alphas)
+
+    return lax.map(one, (memories, overlaps))
+
+
+def metastability_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Effective number of memories against beta, one curve for each alpha."""
+    return [
+        Panel(
+            f"{method}, M = {M}",
+            figures.curves(
+                [dict(r, name=f"alpha = {r['alpha']:g}") for r in ours],
+                "beta",
+                "size",
+                "name",
+            ),
+            "inverse temperature beta",
+            "memories mixed (participation ratio)",
+            xscale="log",
+            yscale="log",
+        )
+        for (M, method), ours in records.grouped(rows, ("memories", "method")).items()
+    ]
+
+
+def metastability_report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The beta from which on fewer than two memories are mixed, for each alpha."""
+    lines = [
+        ["method", "alpha", "least beta with fewer than 2 memories", "error there"]
+    ]
+    for (method, alpha), ours in records.grouped(rows, ("method", "alpha")).items():
+        line = [method, f"{alpha:g}", "-", "-"]
+        for (beta,), x in sorted(records.grouped(ours, ("beta",)).items()):
+            if np.mean([r["size"] for r in x]) < 2:
+                line[2:] = [f"{beta:.3g}", f"{np.mean([r['error'] for r in x]):.3g}"]
+                break
+        lines.append(line)
+    return records.aligned(lines)

@@ -1,0 +1,439 @@
+"""Retrieval over a grid of cells: memory size by corruption by level.
+
+Each cell is finished, and saved, before the next begins; an interrupted run continues
+where it stopped, and ends with the file of an uninterrupted one.
+"""
+
+import dataclasses
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from uhop_jax import data
+from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax.calibration import calibrate
+from uhop_jax.corruption import Corruption
+from uhop_jax.experiments import evaluation, figures, records
+from uhop_jax.experiments.corruptions import KINDS, corruption_of
+from uhop_jax.experiments.evaluation import Entry, Queries, Scores
+from uhop_jax.experiments.methods import CALIBRATED, LIMIT, fit_kernels
+from uhop_jax.experiments.protocols import Protocol, protocol_of
+from uhop_jax.plotting import Panel
+
+BYTES = 6e8  # that one block of memory sets may take
+TUNING, SCORED = 0, 1  # streams of random numbers
+BASELINE = "MHM"
+
+
+class Cell(NamedTuple):
+    """One point of the grid."""
+
+    memories: int
+    kind: str
+    level: float
+
+    @property
+    def title(self) -> str:
+        return f"{self.memories} memories, {self.kind} {self.level:g}"
+
+
+@dataclasses.dataclass
+class Study:
+    """What all cells of a run share."""
+
+    config: ConfigDict
+    patterns: data.Patterns
+    protocol: Protocol
+
+    def corruption(self, cell: Cell) -> Corruption:
+        reference = self.config.protocol == "reference"
+        return Corruption.of(
+            corruption_of(
+                cell.kind, cell.level, self.patterns.shape, reference=reference
+            )
+        )
+
+    def key(self, *numbers: int) -> Array:
+        key = jax.random.key(self.config.seed)
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return key
+
+    def queries(self, cell: Cell, stream: int, runs: range) -> Queries:
+        """Memory sets of some runs, from the half of the data of their stream.
+
+        The memories of a run are the same at every level and kind of corruption.
+        """
+        values = self.patterns.values
+        order = np.random.default_rng(self.config.seed).permutation(len(values))
+        half = values[np.array_split(order, 2)[stream]]
+        seed = (self.config.seed, stream, cell.memories)
+        sets = evaluation.draw_sets(half, cell.memories, runs, seed)
+        base = self.key(stream, cell.memories, _number(cell))
+        keys = jax.vmap(lambda i: jax.random.fold_in(base, i))(jnp.asarray(runs))
+        return evaluation.corrupt_sets(keys, jnp.asarray(sets), self.corruption(cell))
+
+    def entries(
+        self, cell: Cell, stream: int, queries: Queries, runs: range
+    ) -> list[Entry]:
+        """Every method with every kernel of its family, fitted to the memory sets."""
+        families = [m.family for m in self.protocol.methods if m.family]
+        base = self.key(2 + stream, cell.memories)
+        kernels = fit_kernels(
+            families,
+            jax.vmap(lambda i: jax.random.fold_in(base, i))(jnp.asarray(runs)),
+            queries.memories,
+            self.corruption(cell),
+            self.protocol.settings,
+        )
+        return evaluation.entries_of(self.protocol.methods, kernels)
+
+
+def _number(cell: Cell) -> int:
+    """A number that tells corruptions apart, the same in every process."""
+    return zlib.crc32(f"{cell.kind} {cell.level:g}".encode()) & 0x7FFFFFFF
+
+
+class Experiment(NamedTuple):
+    """What a variant computes in each cell, and how it shows it.
+
+    Attributes:
+      columns: of `results.csv`, with their types.
+      cell: `cell(study, cell, timed)` gives the records of a cell.
+      figure: panels of all records.
+      report: text of all records.
+      compare: whether methods saw the same queries, and are compared in pairs.
+    """
+
+    columns: Mapping[str, type]
+    cell: Callable[[Study, Cell, Any], list[dict]]
+    figure: Callable[[Sequence[Mapping]], list[Panel]]
+    report: Callable[[Sequence[Mapping]], str]
+    compare: bool = True
+
+
+ABOUT = {
+    "data": str,
+    "protocol": str,
+    "memories": int,
+    "corruption": str,
+    "level": float,
+    "method": str,
+    "setting": str,
+    "run": int,
+}
+SCORES = {
+    "beta": float,
+    "error": float,
+    "top1": float,
+    "exact": float,
+}
+SEPARATION = {"loss": float, "delta_min": float}
+
+
+def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
+    """Runs the cells of a config; writes results, differences, figure and images.
+
+    Raises:
+      ValueError: if the config cannot be run, or `workdir` holds another run.
+    """
+    patterns = data.load(
+        config.data.name,
+        split=config.data.split,
+        directory=config.data.dir or None,
+        limit=config.data.limit or None,
+        seed=config.seed,
+    )
+    cells = cells_of(config)
+    study = Study(config, patterns, protocol_of(config, patterns.values.shape[1]))
+    _check(study, cells)
+    records.claim(config, workdir)
+    path, columns = workdir / "results.csv", experiment.columns
+    rows = records.read_rows(path, columns)
+    finished = {tuple(row[key] for key in records.CELL) for row in rows}
+    if not finished <= set(cells):
+        raise ValueError(f"{path} holds cells of another run; choose another --workdir")
+    seconds: dict[str, float] = {}
+
+    def timed(stage: str, function: Callable, *args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        bar.set_postfix_str(f"{cell.title}: {stage}")
+        result = jax.block_until_ready(function(*args, **options))
+        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
+        return result
+
+    with tqdm(total=len(cells), desc=config.variant, unit="cell") as bar:
+        for cell in cells:
+            if cell not in finished:
+                found = experiment.cell(study, cell, timed)
+                rows += [{name: row.get(name, "") for name in columns} for row in found]
+                records.write_csv(path, rows)
+            bar.update()
+    written = ["config.json", "results.csv", "figure.png"]
+    title = (
+        f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets "
+        "(mean ± standard deviation)"
+    )
+    figures.save(workdir / "figure.png", experiment.figure(rows), title)
+    if experiment.compare and any(row["method"] == BASELINE for row in rows):
+        pairs = records.differences(rows, BASELINE)
+        records.write_csv(workdir / "differences.csv", pairs)
+        written.append("differences.csv")
+    if experiment.compare and len(patterns.shape) == 3 and config.images:
+        _picture(study, cells[len(cells) // 2], rows, workdir / "retrieved.png")
+        written.append("retrieved.png")
+    print(f"{title}; {figures.ERROR}\n\n{experiment.report(rows)}\n")
+    print(", ".join(f"{stage} {spent:.1f} s" for stage, spent in seconds.items()))
+    print(f"written to {workdir}: {', '.join(written)}")
+
+
+def cells_of(config: ConfigDict) -> list[Cell]:
+    """The cells of a config: every size with every kind and level of corruption."""
+    levels = config.corruption.levels
+    kinds = config.corruption.kinds
+    for kind in kinds:
+        check_choice("corruption.kinds", kind, KINDS)
+    pairs = [(kind, float(level)) for kind in kinds for level in levels[kind]]
+    return [Cell(int(M), *pair) for M in config.memories for pair in pairs]
+
+
+def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
+    """One record for each method and memory set of a cell."""
+    config, protocol = study.config, study.protocol
+    size = _block_size(study, cell)
+    chosen: list[tuple[int, float]] | None = None
+    if protocol.beta is None:
+        parts, memories = [], []
+        for block in _blocks(_tuning_sets(config, cell, size), size):
+            queries = study.queries(cell, TUNING, block)
+            entries = timed("Stage I", study.entries, cell, TUNING, queries, block)
+            parts.append(timed("choice", evaluation.overlaps, entries, queries))
+            memories.append(queries.memories)
+        found = jnp.concatenate(parts), jnp.concatenate(memories)
+        errors, betas = timed("choice", evaluation.errors_by_beta, entries, *found)
+        chosen = evaluation.best_entries(
+            entries, errors, betas, every_setting=config.every_setting
+        )
+
+    rows: list[dict[str, Any]] = []
+    for block in _blocks(config.runs, size):
+        queries = study.queries(cell, SCORED, block)
+        entries = timed("Stage I", study.entries, cell, SCORED, queries, block)
+        found = timed("retrieval", evaluation.overlaps, entries, queries)
+        picked = chosen or [(i, config.beta) for i in range(len(entries))]
+        index, betas = (list(x) for x in zip(*picked, strict=True))
+        entries = [entries[i] for i in index]
+        scores = timed(
+            "retrieval",
+            evaluation.score,
+            entries,
+            found[:, jnp.asarray(index)],
+            betas,
+            queries.memories,
+        )
+        losses = {}
+        if config.every_setting:
+            losses = _losses(entries, queries, protocol.settings.t)
+        for i, entry in enumerate(entries):
+            for j, run in enumerate(block):
+                rows.append(
+                    base_row(study, cell, entry.method.name, entry.setting, run)
+                    | _numbers(scores, j, i)
+                    | {"beta": betas[i]}
+                    | (losses[i][j] if i in losses else {})
+                )
+        if config.protocol != "fair":
+            continue
+        limit = _limit(study.corruption(cell).function, queries)
+        for j, run in enumerate(block):
+            rows.append(timed("calibration", _calibrated, study, cell, queries, j, run))
+            if limit is not None:
+                about = base_row(study, cell, LIMIT, "", run)
+                rows.append(about | _numbers(limit, j, 0))
+    # Models in the order of the protocol, each run by run, whatever the blocks were.
+    names = [(e.method.name, e.setting) for e in entries]
+    order = {name: number for number, name in enumerate(names)}
+    last = {CALIBRATED: len(order), LIMIT: len(order) + 1}
+
+    def place(row: dict) -> tuple[int, int]:
+        number = order.get((row["method"], row["setting"]))
+        return last[row["method"]] if number is None else number, row["run"]
+
+    return sorted(rows, key=place)
+
+
+def base_row(study: Study, cell: Cell, method: str, setting: str, index: int) -> dict:
+    """The columns that say what a record is about."""
+    config = study.config
+    return {
+        "data": config.data.name,
+        "protocol": config.protocol,
+        "memories": cell.memories,
+        "corruption": cell.kind,
+        "level": cell.level,
+        "method": method,
+        "setting": setting,
+        "run": index,
+    }
+
+
+def _numbers(scores: Scores, j: int, i: int) -> dict[str, float]:
+    return {name: float(getattr(scores, name)[j, i]) for name in Scores._fields}
+
+
+def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
+    """Separation of each entry with a kernel, by entry and memory set."""
+    index = [
+        i
+        for i, entry in enumerate(entries)
+        if entry.model.kernel is not None and entry.model.kernel.has_energy
+    ]
+    if not index:
+        return {}
+    chosen = [entries[i] for i in index]
+    losses, deltas = evaluation.separations(chosen, queries.memories, t)
+    return {
+        i: [
+            {"loss": float(loss), "delta_min": float(delta)}
+            for loss, delta in zip(losses[:, n], deltas[:, n], strict=True)
+        ]
+        for n, i in enumerate(index)
+    }
+
+
+def _calibrated(study: Study, cell: Cell, queries: Queries, j: int, index: int) -> dict:
+    """The record of the calibrated memory on one memory set."""
+    key = study.key(4, cell.memories, _number(cell), index)
+    memories = queries.memories[j]
+    model = calibrate(
+        key, memories, study.corruption(cell), queries=study.config.calibration_queries
+    )
+    observed = None if queries.observed is None else queries.observed[j]
+    weights = model.retrieve(memories, queries.query[j], observed=observed).weights
+    scores = evaluation.scores_of_weights(weights[None], memories[None])
+    setting = f"{model.name}, {type(model.separation).__name__.lower()}"
+    beta = {"beta": float(model.beta)}
+    return (
+        base_row(study, cell, CALIBRATED, setting, index)
+        | _numbers(scores, 0, 0)
+        | beta
+    )
+
+
+def _limit(corruption: Any, queries: Queries) -> Scores | None:
+    """Scores of the posterior mean, where the likelihood is known in closed form."""
+    if not hasattr(corruption, "log_likelihood"):
+        return None
+    if getattr(corruption, "kind", "pixel") != "pixel":
+        return None
+    return evaluation.scores_of_weights(
+        evaluation.posterior_weights(corruption, queries), queries.memories
+    )
+
+
+def _block_size(study: Study, cell: Cell) -> int:
+    """How many memory sets are handled at once: they fit into `BYTES`.
+
+    A divisor of the number of runs, so that all blocks share their compiled programs.
+    """
+    methods, settings = study.protocol.methods, study.protocol.settings
+    M, d = cell.memories, study.patterns.values.shape[1]
+    variants = {"closed form": len(settings.ridges)}
+    variants |= {family: len(steps) for family, steps in settings.steps.items()}
+    numbers = 0
+    for family in {method.family for method in methods if method.family}:
+        dense = family == "random" or settings.start == "gaussian"
+        numbers += variants.get(family, 1) * (d * d if dense else 2 * M * d)
+    numbers += M * M * sum(variants.get(m.family, 1) for m in methods)
+    most = max(BYTES // (4 * numbers), 1)
+    runs = study.config.runs
+    return max(n for n in range(1, runs + 1) if runs % n == 0 and n <= most)
+
+
+def _blocks(sets: int, size: int) -> Iterator[range]:
+    for first in range(0, sets, size):
+        yield range(first, first + size)
+
+
+def _tuning_sets(config: ConfigDict, cell: Cell, size: int) -> int:
+    """Memory sets that hold enough queries, three at least, in whole blocks."""
+    sets = max(3, -(-config.tuning_queries // cell.memories))
+    return -(-sets // size) * size
+
+
+def _check(study: Study, cells: Sequence[Cell]) -> None:
+    config, available = study.config, len(study.patterns.values)
+    check_count("runs", config.runs, 1)
+    check_count("tuning_queries", config.tuning_queries, 1)
+    check_count("calibration_queries", config.calibration_queries, 1)
+    check_count("images", config.images, 0)
+    check_positive("stage_one.t", config.stage_one.t)
+    if not cells:
+        raise ValueError("memories and corruption.levels must name at least one cell")
+    for cell in cells:
+        check_count("memories", cell.memories, 2)
+        if cell.memories > available // 2:
+            raise ValueError(
+                f"memories must be at most {available // 2}, half of the {available} "
+                f"patterns of {config.data.name} (the other half is for tuning), got "
+                f"{cell.memories}"
+            )
+        study.corruption(cell)
+    values = study.patterns.values
+    if values.min() < 0 or values.max() > 1:
+        raise ValueError(
+            f"patterns must be in [0, 1], {config.data.name} has values from "
+            f"{values.min():g} to {values.max():g}"
+        )
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Methods by cells: the error of each, and its top-1."""
+    text = "error\n" + records.pivot(rows, "error")
+    return text + "\n\ntop-1\n" + records.pivot(rows, "top1")
+
+
+def _picture(study: Study, cell: Cell, rows: Sequence[dict], path: Path) -> None:
+    """A few memories of the first run of a cell, and what each method made of them."""
+    shape = study.patterns.shape
+    queries = study.queries(cell, SCORED, range(1))
+    entries = study.entries(cell, SCORED, queries, range(1))
+    of_cell = [
+        row
+        for row in rows
+        if (row["memories"], row["corruption"], row["level"]) == cell
+        and row["run"] == 0
+    ]
+    entries_by_name = {(e.method.name, e.setting): e for e in entries}
+    number = min(study.config.images, cell.memories)
+    memories = queries.memories[0]
+    columns = {"memory": memories[:number], "query": queries.query[0][:number]}
+    for row in of_cell:
+        entry = entries_by_name.get((row["method"], row["setting"]))
+        if entry is None or row["method"] not in study.config.pictured:
+            continue
+        weights = evaluation.weights(entry, row["beta"], queries)[0][:number]
+        title = f"{row['method']}\nerror {row['error']:.2f}"
+        columns[title] = jnp.clip(weights @ memories, 0, 1)
+    for row in of_cell:
+        if row["method"] == CALIBRATED and CALIBRATED in study.config.pictured:
+            key = study.key(4, cell.memories, _number(cell), 0)
+            options = {"queries": study.config.calibration_queries}
+            model = calibrate(key, memories, study.corruption(cell), **options)
+            observed = None if queries.observed is None else queries.observed[0]
+            state = model.retrieve(memories, queries.query[0], observed=observed).state
+            columns[f"{CALIBRATED}\nerror {row['error']:.2f}"] = state[:number]
+    figures.images(
+        path,
+        {name: np.asarray(x).reshape(-1, *shape) for name, x in columns.items()},
+        f"{cell.title}, {study.config.data.name}; error: mean over the memory set",
+    )
