@@ -46,6 +46,8 @@ DEMO = (
     "U-Hop",
     "U-Hop sparse",
     "U-Hop, angular",
+    "calibrated",
+    "limit",
 )
 SIZES = (10, 20, 30, 50, 100, 200, 500)  # of memory sets, as in the paper
 STEPS = (1, 10, 20, 50, 100, 200, 500, 1000)  # of Stage I, as in the paper

@@ -332,5 +332,5 @@ def test_bad_calibrations_are_refused(untyped, options, message):
 
 
 def test_ridges_and_corruptions_are_checked_before_the_sweep():
-    with pytest.raises(ValueError, match="ridges must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="ridges must be positive and finite, got -1"):
         default_candidates(KEY, MEMORIES[:12], Mask(0.5), ridges=(-1.0,))

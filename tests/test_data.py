@@ -1,8 +1,13 @@
 """Data: prepared sets as a user gets them, synthetic patterns, and a user's files."""
 
 import gzip
+import importlib.util
+import io
+import shutil
 import subprocess
 import sys
+import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -279,3 +284,112 @@ def test_broken_input_gets_one_sentence(tmp_path, case, message):
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def refused(path, message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, of damaged TIFF
+        with pytest.raises(ValueError, match=message) as raised:
+            data.read_patterns(path)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.float32(1), r"a.npy must have shape .* got \(\)"),
+        (np.asarray([[1e300, 1.0]]), "a.npy holds 1 NaN or infinite values of 2"),
+        (np.zeros(3, [("x", "f4")]), "a.npy must hold real numbers"),
+        (np.ones((2, 3), complex), "a.npy must hold real numbers"),
+    ],
+)
+def test_more_arrays_are_refused(tmp_path, array, message):
+    np.save(tmp_path / "a.npy", array)
+    refused(tmp_path / "a.npy", message)
+
+
+def test_only_bytes_are_scaled(tmp_path):
+    spins = np.asarray([[1, -1], [-1, 1]], np.int8)
+    np.save(tmp_path / "a.NPY".lower(), spins)
+    (tmp_path / "a.npy").rename(tmp_path / "B.NPY")
+    np.testing.assert_array_equal(data.read_patterns(tmp_path / "B.NPY").values, spins)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_damaged_arrays_are_refused(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    values = np.random.default_rng(0).random((40, 40))
+    if suffix == "npy":
+        np.save(path, values)
+    else:
+        np.savez_compressed(path, patterns=values, labels=np.arange(40))
+    whole = path.read_bytes()
+    for at in (0, 30, 60, 200, 1000, 3000):
+        path.write_bytes(whole[:at])
+        refused(path, rf"a.{suffix} is damaged")
+        if suffix == "npz" and at >= 60:
+            path.write_bytes(whole[:at] + b"\xff" * 20 + whole[at + 20 :])
+            refused(path, r"a.npz is damaged")
+    if suffix == "npy":
+        for shape in (b"(40, 4( ", b"(9**99, )", b"(99999999999999, 40)"):
+            path.write_bytes(whole.replace(b"(40, 40)", shape))
+            refused(path, "a.npy is damaged")
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("patterns.txt", "hello")
+        refused(path, "a.npz must hold real numbers")
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "bmp", "webp", "tif"])
+@pytest.mark.parametrize("channels", [(), (3,)], ids=["grey", "colour"])
+def test_truncated_images_are_refused(tmp_path, ending, channels):
+    pixels = np.random.default_rng(0).integers(0, 255, (16, 16, *channels), np.uint8)
+    buffer = io.BytesIO()
+    kind = {"jpg": "JPEG", "tif": "TIFF"}.get(ending, ending)
+    Image.fromarray(pixels).save(buffer, kind)
+    whole = buffer.getvalue()
+    for length in (0, 1, 8, 20, 40, 60, 100, len(whole) // 2):
+        (tmp_path / f"a.{ending}").write_bytes(whole[:length])
+        refused(tmp_path, f"a.{ending} is no image, or is truncated")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_deep_images_are_refused_not_clipped(tmp_path, dtype):
+    image = Image.fromarray(np.arange(16).reshape(4, 4).astype(dtype) * 500)
+    image.save(tmp_path / "a.tif")
+    refused(tmp_path, "a.tif has more than 8 bits a channel")
+
+
+def test_folders_named_like_images_are_ignored(tmp_path):
+    Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").mkdir()
+    assert data.read_patterns(tmp_path).names == ("a.png",)
+
+
+@pytest.mark.parametrize("source", ["", "synthetic:sphere:²"])
+def test_odd_sources_are_refused(source):
+    with pytest.raises(ValueError, match="unknown data|synthetic data is"):
+        data.load(source)
+
+
+@pytest.mark.parametrize("source", ["digits", "synthetic:sphere", "nothing.npy"])
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_is_positive(source, limit):
+    with pytest.raises(ValueError, match=f"limit must be at least 1, got {limit}"):
+        data.load(source, limit=limit)
+
+
+def test_a_source_without_the_files_is_refused_at_once(tmp_path):
+    pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("needs TensorFlow")
+    with pytest.raises(ValueError, match="lacks t10k-images-idx3-ubyte.gz, .* of"):
+        data.prepare("mnist", tmp_path / "prepared", source=tmp_path)
+
+
+def test_damaged_records_are_refused(prepared, tmp_path):
+    shutil.copytree(prepared / "mnist", tmp_path / "mnist")
+    record = next(tmp_path.rglob("*test*record*"))
+    record.write_bytes(record.read_bytes()[: record.stat().st_size // 2])
+    with pytest.raises(ValueError, match="mnist in data.dir .* cannot be read"):
+        data.images("mnist", split="test", directory=tmp_path)

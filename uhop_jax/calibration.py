@@ -17,14 +17,13 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from uhop_jax._checks import (
     as_floating,
-    check_at_least,
     check_count,
     check_finite,
     working_dtype,
 )
 from uhop_jax._products import contract, gram_matrix, shifted, weigh
 from uhop_jax._pytree import frozen_pytree
-from uhop_jax.closed_form import fit_closed_form
+from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import Centering
 from uhop_jax.likelihood import fit_likelihood
@@ -213,8 +212,8 @@ def default_candidates(
       key: random key, for the copies from which the likelihood kernel learns.
       memories: stored patterns, one per row.
       corrupt: as in `calibrate`.
-      ridges: ridges of `fit_closed_form`; none where the queries come with `observed`,
-        where each query would need a kernel of its own.
+      ridges: ridges of `fit_closed_form`, positive; not used where the queries come with
+        `observed`, where each query would need a kernel of its own.
       ranks: ranks of `fit_likelihood`.
 
     Returns:
@@ -233,9 +232,7 @@ def default_candidates(
     if observed is not None:
         del models["centred cosine"]  # its kernel, too, would differ for each query
     else:
-        for ridge in ridges:
-            check_at_least("ridges", ridge, 0)
-            kernel = fit_closed_form(memories, ridge=jnp.asarray(ridge))
+        for ridge, kernel in whitenings(memories, tuple(ridges)).items():
             models[f"closed form {ridge:g}, angular"] = Cosine(kernel)
             models[f"closed form {ridge:g}"] = Dot(kernel)
     copies = max(4, -(-LIKELIHOOD_VALUES // memories.size))

@@ -1,6 +1,7 @@
 """The closed-form kernel: Stage I by whitening, without iterations."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from uhop_jax._checks import (
     as_floating,
     check_at_least,
     check_memory_set,
+    check_positive,
     is_traced,
     working_dtype,
 )
@@ -54,9 +56,34 @@ def fit_closed_form(
                 f"{memories.shape[-1]}; use a ridge above 0"
             )
         return LinearKernel(weights)
+    return _whiten(memories, jnp.asarray(ridge, memories.dtype))
+
+
+def whitenings(
+    memories: Float[Array, "*sets M d"], ridges: Sequence[float]
+) -> dict[float, LinearKernel | LowRankKernel]:
+    """`fit_closed_form` at several positive ridges, from one decomposition.
+
+    Raises:
+      ValueError: as in `fit_closed_form`.
+    """
+    for ridge in ridges:
+        check_positive("ridges", ridge)
+    check_memory_set(memories)
+    stacked = _whitenings(memories, jnp.asarray(ridges, memories.dtype))
+    each = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(ridges))]
+    return dict(zip(ridges, each, strict=True))
+
+
+@jax.jit
+def _whitenings(memories: Array, ridges: Array) -> LinearKernel | LowRankKernel:
+    # What does not depend on the ridge is computed once under `vmap`.
+    return jax.vmap(lambda ridge: _whiten(memories, ridge))(ridges)
+
+
+def _whiten(memories: Array, ridge: Array) -> LinearKernel | LowRankKernel:
     M, d = memories.shape[-2:]
-    whiten = _whitening if M >= d else _low_rank_whitening
-    return whiten(memories, jnp.asarray(ridge, memories.dtype))
+    return (_whitening if M >= d else _low_rank_whitening)(memories, ridge)
 
 
 @jax.jit

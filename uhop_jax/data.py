@@ -4,10 +4,12 @@ Image sets come prepared by TFDS (array_record). Reading them needs no TensorFlo
 preparing them, once, does: `pip install 'uhop-jax[data]'`.
 """
 
+import importlib.util
+import io
 import json
 import os
 import socket
-import zipfile
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ HOSTS = {
 }
 IMAGES = ("digits", *VERSIONS, "tiny_imagenet")
 SYNTHETIC = ("sphere", "gaussian", "correlated")
+SHAPES = {"mnist": (28, 28, 1), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
 SPLITS = ("train", "test")
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 TINY_IMAGENET = (
@@ -87,18 +90,21 @@ def load(
     Raises:
       ValueError: if the source is unknown or cannot be read.
     """
+    if limit is not None:
+        check_count("limit", limit, 1)
     if source in IMAGES:
         found = images(source, split=split, directory=directory, limit=limit)
         return _patterns(found.patterns, found.pixels.shape[1:])
     if source.startswith("synthetic:"):
         _, kind, *rest = source.split(":")
-        if len(rest) > 1 or not all(x.isdigit() for x in rest):
+        if len(rest) > 1 or not all(x.isdecimal() for x in rest):
             raise ValueError(
                 f"synthetic data is synthetic:KIND:DIMENSION, got {source!r}"
             )
         dimension = int(rest[0]) if rest else 64
         return _patterns(synthetic(kind, limit or 10_000, dimension, seed=seed))
-    if not Path(source).exists() and os.sep not in source and "." not in source:
+    is_word = os.sep not in source and "." not in source
+    if not source or is_word and not Path(source).exists():
         kinds = ", ".join(f"synthetic:{kind}" for kind in SYNTHETIC)
         raise ValueError(
             f"unknown data {source!r}; choose one of {', '.join(IMAGES)}, {kinds}, or "
@@ -167,24 +173,35 @@ def prepare(
     """
     check_choice("data set", name, VERSIONS)
     tfds = _import_tfds()
-    try:
-        import tensorflow  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("tensorflow") is None:
         raise ValueError(
             f"{name} is not prepared in data.dir {directory}, and preparing it needs "
             f"TensorFlow: {INSTALL}"
-        ) from None
+        )
     if source is None:
         check_reachable(name, directory)
+    builder = tfds.builder(name, data_dir=directory, file_format="array_record")
+    if source is not None:
+        files = [info.filename for info in builder.url_infos.values()]
+        missing = [file for file in files if not (Path(source) / file).exists()]
+        if missing:
+            raise ValueError(f"{source} lacks {', '.join(missing)} of {name}")
     config = tfds.download.DownloadConfig(
         manual_dir=source, max_examples_per_split=limit
     )
-    builder = tfds.builder(name, data_dir=directory, file_format="array_record")
-    builder.download_and_prepare(download_config=config)
+    try:
+        builder.download_and_prepare(download_config=config)
+    except Exception as error:  # downloads fail in many ways
+        raise ValueError(
+            f"{name} could not be prepared in data.dir {directory}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def check_reachable(name: str, directory: str | Path) -> None:
     """Fails within seconds where a set cannot be downloaded."""
+    if urllib.request.getproxies():  # then only the proxy knows
+        return
     try:
         socket.create_connection((HOSTS[name], 80), timeout=3).close()
     except OSError:
@@ -233,19 +250,21 @@ def read_patterns(path: str | Path, *, limit: int | None = None) -> Patterns:
     Args:
       path: a `.npy` of shape `(n, d)`, `(n, height, width)` or `(n, height, width,
         channels)`; a `.npz` with one such array, or one named `patterns`; or a folder
-        of images of one size, read in the order of their names. Integers are divided
-        by 255.
+        of images of one size, all grey or all colour, in the order of their names;
+        transparency is dropped. Images and uint8 arrays are divided by 255.
       limit: only the first so many.
 
     Raises:
       ValueError: if nothing can be read there, or what is read does not fit together.
     """
     path = Path(path)
+    if limit is not None:
+        check_count("limit", limit, 1)
     if path.is_dir():
         return _read_folder(path, limit)
     if not path.exists():
         raise ValueError(f"no such file or folder: {path}")
-    if path.suffix not in (".npy", ".npz"):
+    if path.suffix.lower() not in (".npy", ".npz"):
         raise ValueError(
             f"{path} is no .npy, .npz or folder of images; put single images into a "
             "folder"
@@ -253,30 +272,29 @@ def read_patterns(path: str | Path, *, limit: int | None = None) -> Patterns:
     try:
         with path.open("rb") as file:
             array = np.load(file, allow_pickle=False)
-            if isinstance(array, np.lib.npyio.NpzFile):
-                names = array.files
-                if "patterns" not in names and len(names) != 1:
-                    raise ValueError(
-                        f"{path} must hold one array, or one named patterns; it holds "
-                        f"{', '.join(names) or 'none'}"
-                    )
-                array = array["patterns" if "patterns" in names else names[0]]
-    except (OSError, EOFError, zipfile.BadZipFile):
-        raise ValueError(f"{path} is damaged or truncated") from None
-    except ValueError as error:
-        if str(path) in str(error):
-            raise
+            names: list[str] | None = getattr(array, "files", None)
+            if names is not None:
+                rest = [name for name in names if name != "labels"]
+                chosen = ["patterns"] if "patterns" in names else rest
+                array = array[chosen[0]] if len(chosen) == 1 else None
+    except ValueError:
         raise ValueError(
             f"{path} is damaged, or holds Python objects in place of numbers"
         ) from None
-    return _from_array(path, array[:limit])
+    except Exception:  # also of zlib, zipfile and tokenize, which NumPy lets through
+        raise ValueError(f"{path} is damaged or truncated") from None
+    if array is None:
+        raise ValueError(
+            f"{path} must hold one array, or one named patterns; it holds "
+            f"{', '.join(names or ()) or 'none'}"
+        )
+    return _from_array(path, array, limit)
 
 
-def _from_array(path: Path, array: np.ndarray) -> Patterns:
-    if not (np.issubdtype(array.dtype, np.number) or array.dtype == bool):
-        raise ValueError(f"{path} must hold real numbers, got dtype {array.dtype}")
-    if np.iscomplexobj(array):
-        raise ValueError(f"{path} must hold real numbers, got dtype {array.dtype}")
+def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
+    kind = getattr(array, "dtype", type(array).__name__)
+    if not isinstance(kind, np.dtype) or kind.kind not in "biuf":
+        raise ValueError(f"{path} must hold real numbers, got dtype {kind}")
     if array.ndim not in (2, 3, 4):
         raise ValueError(
             f"{path} must have shape (n, d), (n, height, width) or (n, height, width, "
@@ -284,8 +302,10 @@ def _from_array(path: Path, array: np.ndarray) -> Patterns:
         )
     if array.size == 0:
         raise ValueError(f"{path} holds no patterns, its shape is {array.shape}")
-    values = array.reshape(len(array), -1).astype(np.float32)
-    if np.issubdtype(array.dtype, np.integer):
+    array = array[:limit]
+    with np.errstate(over="ignore"):  # what overflows float32 is reported below
+        values = array.reshape(len(array), -1).astype(np.float32)
+    if array.dtype == np.uint8:
         values /= 255
     bad = int((~np.isfinite(values)).sum())
     if bad:
@@ -295,12 +315,14 @@ def _from_array(path: Path, array: np.ndarray) -> Patterns:
 
 
 def _read_folder(path: Path, limit: int | None) -> Patterns:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     files = sorted(
         file
         for file in path.iterdir()
-        if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
+        if file.suffix.lower() in ENDINGS
+        and not file.name.startswith(".")
+        and file.is_file()
     )
     if not files:
         raise ValueError(f"{path} holds no images ({', '.join(ENDINGS)})")
@@ -308,10 +330,13 @@ def _read_folder(path: Path, limit: int | None) -> Patterns:
     for file in files[:limit]:
         try:
             with Image.open(file) as picture:
-                grey = picture.mode in ("1", "L", "I", "I;16", "F", "LA")
+                mode = picture.mode
+                grey = mode in ("1", "L", "LA")
                 arrays.append(np.asarray(picture.convert("L" if grey else "RGB")))
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError):
-            raise ValueError(f"{file} is no image, or is truncated") from None
+        except Exception:  # damaged files make Pillow raise errors of many types
+            raise ValueError(f"{file} is no image, or is truncated or huge") from None
+        if mode[0] in "IF":  # Pillow would clip them
+            raise ValueError(f"{file} has more than 8 bits a channel: save it with 8")
         first, last = arrays[0], arrays[-1]
         if first.ndim != last.ndim:
             kinds = ["grey" if x.ndim == 2 else "colour" for x in (first, last)]
@@ -352,6 +377,8 @@ def _import_tfds() -> Any:
 
 
 def _tfds_images(name: str, split: str, directory: Path, limit: int | None) -> Images:
+    from PIL import Image
+
     prepared = directory / name / VERSIONS[name]
     if not (prepared / "dataset_info.json").exists():
         prepare(name, directory)
@@ -363,19 +390,37 @@ def _tfds_images(name: str, split: str, directory: Path, limit: int | None) -> I
             f"{', '.join(s for s in found if found[s])}"
         )
     tfds = _import_tfds()
-    source = tfds.data_source(name, data_dir=directory, split=split, try_gcs=False)
-    number = len(source) if limit is None else min(limit, len(source))
-    examples = source.__getitems__(list(range(number)))
-    pixels = np.stack([example["image"] for example in examples])
-    labels = np.asarray([example["label"] for example in examples], np.int32)
-    return Images(pixels.astype(np.float32) / 255, labels)
+    skip = {"image": tfds.decode.SkipDecoding()}  # Pillow needs half of TFDS's time
+    try:
+        source = tfds.builder(name, data_dir=directory).as_data_source(
+            split, decoders=skip
+        )
+        number = min(limit or len(source), len(source))
+        pixels = np.empty((number, *SHAPES[name]), np.uint8)
+        labels = np.empty(number, np.int32)
+        for start in range(0, number, 1000):
+            indices = list(range(start, min(start + 1000, number)))
+            for index, example in zip(
+                indices, source.__getitems__(indices), strict=True
+            ):
+                with Image.open(io.BytesIO(example["image"])) as picture:
+                    pixels[index] = np.asarray(picture).reshape(SHAPES[name])
+                labels[index] = example["label"]
+    except Exception as error:  # a damaged record or another file format
+        raise ValueError(
+            f"{name} in data.dir {directory} cannot be read, set data.dir to another "
+            f"directory to prepare it anew: {str(error).splitlines()[0]}"
+        ) from error
+    return Images(np.divide(pixels, np.float32(255)), labels)
 
 
 def _tiny_imagenet(split: str, directory: Path, limit: int | None) -> Images:
     """Tiny ImageNet from its folder, which is downloaded and unpacked if missing."""
     from PIL import Image
 
-    root = directory / "tiny_imagenet" / "tiny-imagenet-200"
+    root = directory / "tiny-imagenet-200"
+    if not root.exists():
+        root = directory / "tiny_imagenet" / "tiny-imagenet-200"
     if not (root / "wnids.txt").exists():
         try:
             import pooch
@@ -409,4 +454,4 @@ def _tiny_imagenet(split: str, directory: Path, limit: int | None) -> Images:
         except (OSError, SyntaxError, ValueError):
             raise ValueError(f"{file} is missing, truncated or no image") from None
     labels = np.asarray([label for _, label in files], np.int32)
-    return Images(pixels.astype(np.float32) / 255, labels)
+    return Images(np.divide(pixels, np.float32(255)), labels)

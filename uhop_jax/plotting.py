@@ -71,7 +71,7 @@ def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
             axis.errorbar(
                 series.x,
                 series.mean,
-                yerr=None if part.points else series.spread,
+                yerr=None if part.points else _bars(series, part.yscale),
                 label=name,
                 color=_COLORS[number % len(_COLORS)],
                 linestyle="none" if part.points else _DASHES[number % len(_DASHES)],
@@ -85,6 +85,7 @@ def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
         axis.set_xscale(part.xscale)
         if part.yscale == "symlog":
             axis.set_yscale("symlog", linthresh=0.01)
+            axis.set_ylim(bottom=-0.001)
         else:
             axis.set_yscale(part.yscale)
         axis.grid(alpha=0.3, linewidth=0.5)
@@ -94,6 +95,15 @@ def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
         axis.set_axis_off()
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
+
+
+def _bars(series: Series, scale: str) -> np.ndarray:
+    """Half-lengths below and above; what is never negative has no bar below zero."""
+    mean, spread = np.asarray(series.mean, float), np.asarray(series.spread, float)
+    below = np.minimum(spread, mean) if scale == "symlog" else spread
+    if scale == "log":
+        below = np.minimum(spread, 0.9 * mean)
+    return np.stack([np.maximum(below, 0.0), spread])
 
 
 def image_grid(

@@ -71,7 +71,7 @@ class Scores(NamedTuple):
 def draw_sets(
     patterns: np.ndarray, memories: int, runs: Sequence[int], seed: Sequence[int]
 ) -> np.ndarray:
-    """Memory sets `(sets, M, d)` of distinct patterns, each run by a seed of its own."""
+    """Memory sets `(sets, M, d)` of distinct patterns; a run has a seed of its own."""
     drawn = []
     for index in runs:
         rng = np.random.default_rng([*seed, index])
@@ -191,7 +191,7 @@ def posterior_weights(corruption: Any, queries: Queries) -> Array:
 def separations(
     entries: Sequence[Entry], memories: Array, t: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Average separation loss and `Delta_min` of each kernel, `(sets, entries)` each."""
+    """Average separation loss and `Delta_min` of kernels, `(sets, entries)` each."""
     plain = [entry._replace(model=Dot(entry.model.kernel)) for entry in entries]
     grams = overlaps(plain, Queries(memories, memories, None))
     loss, delta = _separations(grams, jnp.asarray(t, grams.dtype))

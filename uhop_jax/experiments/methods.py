@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from uhop_jax._pytree import frozen_pytree
-from uhop_jax.closed_form import fit_closed_form
+from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import Centering, Kernel, LikelihoodKernel
 from uhop_jax.likelihood import fit_likelihood
@@ -40,6 +40,9 @@ CALIBRATED, LIMIT = "calibrated", "limit"
 COPIES = 200_000  # corrupted component values that a likelihood kernel learns from
 
 
+OTHER = "other fixed similarities"
+
+
 class Method(NamedTuple):
     """A model; its beta, and the kernel if its family has several, are chosen for it.
 
@@ -55,7 +58,7 @@ class Method(NamedTuple):
     similarity: Callable[[Kernel | None], Similarity]
     separation: Separation
     family: str = ""
-    group: str = "fixed similarity"
+    group: str = "models of the paper"
 
 
 class Settings(NamedTuple):
@@ -102,12 +105,12 @@ FAIR = (
     Method("entmax 1.5", Dot, Entmax(1.5)),
     Method("DAM 10", Dot, Polynomial(10)),
     Method("l2", NegativeL2, Softmax()),
-    Method("squared l2", NegativeSquaredL2, Softmax()),
+    Method("squared l2", NegativeSquaredL2, Softmax(), group=OTHER),
     Method("l1", NegativeL1, Softmax()),
-    Method("cosine", Cosine, Softmax()),
-    Method("centred cosine", Cosine, Softmax(), "centred"),
-    Method("nearest (cosine)", Cosine, TopK(1)),
-    Method("nearest (l2)", NegativeSquaredL2, TopK(1)),
+    Method("cosine", Cosine, Softmax(), group=OTHER),
+    Method("centred cosine", Cosine, Softmax(), "centred", OTHER),
+    Method("nearest (cosine)", Cosine, TopK(1), group=OTHER),
+    Method("nearest (l2)", NegativeSquaredL2, TopK(1), group=OTHER),
     Method("random W", Dot, Softmax(), "random", "kernel"),
     Method("random W, angular", Cosine, Softmax(), "random", "angular kernel"),
     Method("U-Hop", Dot, Softmax(), "average", "kernel"),
@@ -182,14 +185,12 @@ def fit_kernels(
                 for i, number in enumerate(steps)
             }
         elif family == "annealed":
-            steps = max(1, *settings.steps["average"])
-            fitted = fit_annealed(keys[0], learned, steps=steps, restarts=1)
-            found[family] = {f"N={steps}": fitted.kernel}
+            number = max(1, *settings.steps["average"])
+            fitted = fit_annealed(keys[0], learned, steps=number, restarts=1)
+            found[family] = {f"N={number}": fitted.kernel}
         elif family == "closed form":
-            found[family] = {
-                f"ridge {ridge:g}": fit_closed_form(learned, ridge=jnp.asarray(ridge))
-                for ridge in settings.ridges
-            }
+            kernels = whitenings(learned, settings.ridges)
+            found[family] = {f"ridge {r:g}": kernel for r, kernel in kernels.items()}
         elif kind == "likelihood":
             if full is None:
                 full = _likelihoods(keys, memories, corruption)

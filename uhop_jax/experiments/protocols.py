@@ -18,7 +18,15 @@ from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax._pytree import frozen_pytree
-from uhop_jax.experiments.methods import FAIR, PAPER, Method, Powers, Settings
+from uhop_jax.experiments.methods import (
+    CALIBRATED,
+    FAIR,
+    LIMIT,
+    PAPER,
+    Method,
+    Powers,
+    Settings,
+)
 from uhop_jax.kernels import Kernel
 from uhop_jax.separation import Polynomial, Softmax, Sparsemax
 from uhop_jax.similarity import Dot, NegativeL1, NegativeL2
@@ -138,9 +146,13 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
         )
     if config.methods:
         known = [method.name for method in methods]
+        if config.protocol == "fair":
+            known += [CALIBRATED, LIMIT]
         for name in config.methods:
             check_choice(f"method of the {config.protocol} protocol", name, known)
         methods = tuple(m for m in methods if m.name in config.methods)
+        if not methods:
+            raise ValueError("methods must name at least one besides calibrated, limit")
     return Protocol(methods, settings, beta)
 
 

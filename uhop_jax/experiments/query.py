@@ -26,13 +26,13 @@ class Memory(NamedTuple):
     """Stored patterns and the model calibrated for them.
 
     Attributes:
-      patterns: one per row.
+      values: patterns, one per row.
       model: similarity, kernel, separation and beta.
       shape: of a pattern: height, width and channels, or its dimension.
       names: of the patterns: file names, or their numbers.
     """
 
-    patterns: Float[Array, "M d"]
+    values: Float[Array, "M d"]
     model: Calibration
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Answers(NamedTuple):
 
     Attributes:
       state: retrieved patterns.
-      index: memory of the largest weight.
+      nearest: memory of the largest weight.
       weights: over the memories.
       margin: lead of the largest weight over the next.
       effective: effective number of memories mixed; 1 is a single one.
@@ -54,7 +54,7 @@ class Answers(NamedTuple):
     """
 
     state: Float[Array, "Q d"]
-    index: Int[Array, " Q"]
+    nearest: Int[Array, " Q"]
     weights: Float[Array, "Q M"]
     margin: Float[Array, " Q"]
     effective: Float[Array, " Q"]
@@ -68,7 +68,7 @@ def answer(
     observed: Bool[Array, "Q d"] | None = None,
 ) -> Answers:
     """One update of each query by the calibrated model, with its confidence."""
-    model, patterns = memory.model, memory.patterns
+    model, patterns = memory.model, memory.values
     found = model.retrieve(patterns, query, observed=observed)
     top, index = jax.lax.top_k(found.weights, 2)
     squared = (patterns * patterns).sum(-1)
@@ -109,39 +109,35 @@ def run(config: ConfigDict, workdir: Path) -> None:
     began = time.perf_counter()
     check_count("images", config.images, 0)
     memory = _load(config.memory) if config.memory else None
-    if memory is None:
-        stored = _patterns(config)
-        shape, names, values = stored.shape, stored.names, stored.values
-    else:
-        shape, names, values = memory.shape, memory.names, memory.patterns
+    stored: Any = memory or _patterns(config)
     queries = data.read_patterns(config.queries) if config.queries else None
-    if queries is not None and tuple(queries.shape) != tuple(shape):
-        raise ValueError(f"queries have shape {queries.shape}, the memories {shape}")
+    if queries is not None and tuple(queries.shape) != tuple(stored.shape):
+        raise ValueError(
+            f"queries have shape {queries.shape}, the memories {stored.shape}"
+        )
     observed = _observed(config.observed, queries)
-    corruption = None
-    if memory is None:
-        if observed is None:
-            options = config.corruption
-            corruption = corruption_of(options.kind, options.level, tuple(shape))
-        else:
-            corruption = KnownMasks(observed)
+    options = config.corruption
+    corruption = corruption_of(options.kind, options.level, tuple(stored.shape))
+    if observed is not None:
+        corruption = KnownMasks(observed)
     records.claim(config, workdir)
 
     written = []
     if memory is None:
-        values = jnp.asarray(values)
+        values = jnp.asarray(stored.values)
         model = calibrate(jax.random.key(config.seed), values, corruption)
-        memory = Memory(values, model, tuple(shape), tuple(names))
+        memory = Memory(values, model, tuple(stored.shape), stored.names)
         save(workdir / "memory.npz", tuple(memory))
         written.append("memory.npz")
-    print(f"{len(names)} memories of shape {tuple(shape)}: {memory.model.summary()}")
+    shape = tuple(memory.shape)
+    print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
     if queries is not None:
         found = answer(memory, jnp.asarray(queries.values), observed)
         rows = _rows(memory, queries, found)
         records.write_csv(workdir / "answers.csv", rows)
         arrays: Any = {
             "patterns": found.state,
-            "index": found.index,
+            "index": found.nearest,
             "weights": found.weights,
         }
         records.write_whole(
@@ -190,7 +186,8 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
     if queries is None:
         raise ValueError("observed belongs to queries, which are missing")
     try:
-        mask = np.load(path, allow_pickle=False)
+        with open(path, "rb") as file:
+            mask = np.lib.format.read_array(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         raise ValueError(f"observed: {path} is not a readable .npy file") from None
     if mask.dtype != bool:
@@ -210,7 +207,7 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
 def _rows(memory: Memory, queries: data.Patterns, found: Answers) -> list[dict]:
     rows = []
     for i, name in enumerate(queries.names):
-        index = int(found.index[i])
+        index = int(found.nearest[i])
         converged: Any = "one step"
         if found.converged is not None:
             converged = "yes" if found.converged[i] else "no"
@@ -236,7 +233,7 @@ def _picture(
     columns = {
         "query": queries.values[:number],
         "retrieved": np.asarray(found.state[:number]),
-        "stored": np.asarray(memory.patterns[found.index[:number]]),
+        "stored": np.asarray(memory.values[found.nearest[:number]]),
     }
     shaped = {name: x.reshape(-1, *memory.shape) for name, x in columns.items()}
     figures.images(path, shaped, f"{memory.model.name}, one update")

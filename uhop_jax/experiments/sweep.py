@@ -251,14 +251,14 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
                     | {"beta": betas[i]}
                     | (losses[i][j] if i in losses else {})
                 )
-        if config.protocol != "fair":
-            continue
-        limit = _limit(study.corruption(cell).function, queries)
-        for j, run in enumerate(block):
-            rows.append(timed("calibration", _calibrated, study, cell, queries, j, run))
+        if _wanted(config, LIMIT):
+            limit = _limit(study.corruption(cell).function, queries)
             if limit is not None:
-                about = base_row(study, cell, LIMIT, "", run)
-                rows.append(about | _numbers(limit, j, 0))
+                for j, run in enumerate(block):
+                    about = base_row(study, cell, LIMIT, "", run)
+                    rows.append(about | _numbers(limit, j, 0))
+        for j, run in enumerate(block if _wanted(config, CALIBRATED) else ()):
+            rows.append(timed("calibration", _calibrated, study, cell, queries, j, run))
     # Models in the order of the protocol, each run by run, whatever the blocks were.
     names = [(e.method.name, e.setting) for e in entries]
     order = {name: number for number, name in enumerate(names)}
@@ -269,6 +269,11 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
         return last[row["method"]] if number is None else number, row["run"]
 
     return sorted(rows, key=place)
+
+
+def _wanted(config: ConfigDict, name: str) -> bool:
+    """Whether the calibrated memory or the limit belong to the run: to fair ones."""
+    return config.protocol == "fair" and (not config.methods or name in config.methods)
 
 
 def base_row(study: Study, cell: Cell, method: str, setting: str, index: int) -> dict:
