@@ -212,7 +212,7 @@ def default_candidates(
       key: random key, for the copies from which the likelihood kernel learns.
       memories: stored patterns, one per row.
       corrupt: as in `calibrate`.
-      ridges: ridges of `fit_closed_form`, positive; not used where the queries come with
+      ridges: ridges of `fit_closed_form`, positive; unused where queries come with
         `observed`, where each query would need a kernel of its own.
       ranks: ranks of `fit_likelihood`.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from uhop_jax._products import weigh
 from uhop_jax.calibration import beta_grid, corrupted_copies, overlaps_of, sweep_errors
@@ -118,12 +118,12 @@ def errors_by_beta(
     A grid is common to all sets.
     """
     betas = grids(overlaps)
-    errors = np.zeros((overlaps.shape[0], *betas.shape))
-    for separation, members in _by_separation(entries).items():
-        index = jnp.asarray(members)
-        found = _sweep(memories, overlaps[:, index], separation, betas[index])
-        errors[:, members] = np.asarray(found)
-    return errors, np.asarray(betas)
+    errors = [
+        # One entry at a time: all share a program, as far as separations are alike.
+        np.asarray(_sweep(memories, overlaps[:, i], entry.method.separation, betas[i]))
+        for i, entry in enumerate(entries)
+    ]
+    return np.stack(errors, axis=1), np.asarray(betas)
 
 
 def best_entries(
@@ -158,13 +158,13 @@ def score(
     entries: Sequence[Entry], overlaps: Array, betas: Sequence[float], memories: Array
 ) -> Scores:
     """Scores of each entry at its beta, after one update."""
-    groups = _by_separation(entries)
-    members = tuple(jnp.asarray(group) for group in groups.values())
-    found = _score(
-        tuple(groups), members, overlaps, jnp.asarray(betas, float), memories
+    found = [
+        _score(memories, overlaps[:, i], entry.method.separation, betas[i])
+        for i, entry in enumerate(entries)
+    ]
+    return Scores(
+        *(np.stack([np.asarray(y) for y in x], 1) for x in zip(*found, strict=True))
     )
-    order = np.argsort(np.concatenate([np.asarray(m) for m in members]))
-    return Scores(*(np.asarray(x)[:, order] for x in found))
 
 
 def scores_of_weights(weights: Array, memories: Array) -> Scores:
@@ -204,13 +204,6 @@ def _separations(grams: Array, t: Array) -> tuple[Array, Array]:
     return loss_of_gram(grams, loss, t), delta_min_of_gram(grams)
 
 
-def _by_separation(entries: Sequence[Entry]) -> dict[Separation, list[int]]:
-    groups: dict[Separation, list[int]] = {}
-    for index, entry in enumerate(entries):
-        groups.setdefault(entry.method.separation, []).append(index)
-    return groups
-
-
 def _middle_of_least(errors: np.ndarray, betas: np.ndarray) -> int:
     """Of the betas whose errors are the least to rounding, the middle one."""
     order = np.argsort(betas)
@@ -243,39 +236,22 @@ def grids(overlaps: Array) -> Array:
 def _sweep(
     memories: Array, overlaps: Array, separation: Separation, betas: Array
 ) -> Array:
+    """Errors `(sets, betas)` of one entry."""
     target = jnp.arange(memories.shape[1])
-
-    def one(row: tuple[Array, Array]) -> Array:
-        memories, overlaps = row
-        return lax.map(
-            lambda pair: sweep_errors(memories, pair[0], target, separation, pair[1]),
-            (overlaps, betas),
-        )
-
-    return lax.map(one, (memories, overlaps))
+    return lax.map(
+        lambda row: sweep_errors(row[0], row[1], target, separation, betas),
+        (memories, overlaps),
+    )
 
 
 @jax.jit
 def _score(
-    separations: tuple[Separation, ...],
-    members: tuple[Array, ...],
-    overlaps: Array,
-    betas: Array,
-    memories: Array,
+    memories: Array, overlaps: Array, separation: Separation, beta: ArrayLike
 ) -> tuple[Array, Array, Array]:
-    def one(row: tuple[Array, Array]) -> tuple[Array, ...]:
-        overlaps, memories = row
-
-        def scored(separation: Separation):
-            return lambda i: _scores(separation(betas[i] * overlaps[i]), memories)
-
-        parts = [
-            lax.map(scored(separation), index)
-            for separation, index in zip(separations, members, strict=True)
-        ]
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-
-    return lax.map(one, (overlaps, memories))
+    """Scores `(sets,)` of one entry."""
+    return lax.map(
+        lambda row: _scores(separation(beta * row[1]), row[0]), (memories, overlaps)
+    )
 
 
 def mean_error(weights: Array, memories: Array) -> Array:

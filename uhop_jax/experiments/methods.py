@@ -18,7 +18,6 @@ from uhop_jax.separation import (
     Polynomial,
     Separation,
     Softmax,
-    Sparsemax,
     TopK,
 )
 from uhop_jax.similarity import (
@@ -40,6 +39,7 @@ CALIBRATED, LIMIT = "calibrated", "limit"
 COPIES = 200_000  # corrupted component values that a likelihood kernel learns from
 
 
+SPARSEMAX = Entmax(2.0)  # sparsemax, by the program that serves every alpha
 OTHER = "other fixed similarities"
 
 
@@ -101,7 +101,7 @@ class Powers(Separation):
 
 FAIR = (
     Method("MHM", Dot, Softmax()),
-    Method("Sparse MHM", Dot, Sparsemax()),
+    Method("Sparse MHM", Dot, SPARSEMAX),
     Method("entmax 1.5", Dot, Entmax(1.5)),
     Method("DAM 10", Dot, Polynomial(10)),
     Method("l2", NegativeL2, Softmax()),
@@ -114,7 +114,7 @@ FAIR = (
     Method("random W", Dot, Softmax(), "random", "kernel"),
     Method("random W, angular", Cosine, Softmax(), "random", "angular kernel"),
     Method("U-Hop", Dot, Softmax(), "average", "kernel"),
-    Method("U-Hop sparse", Dot, Sparsemax(), "average", "kernel"),
+    Method("U-Hop sparse", Dot, SPARSEMAX, "average", "kernel"),
     Method("U-Hop, angular", Cosine, Softmax(), "average", "angular kernel"),
     Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
     Method("U-Hop max, angular", Cosine, Softmax(), "maximum", "angular kernel"),
@@ -130,15 +130,15 @@ FAIR = (
 # At beta = 1 and with one number of steps, as the paper has it.
 PAPER = (
     Method("MHM", Dot, Softmax()),
-    Method("Sparse MHM", Dot, Sparsemax()),
+    Method("Sparse MHM", Dot, SPARSEMAX),
     Method("DAM 10", Dot, Powers(10)),
     Method("l2", NegativeL2, Softmax()),
     Method("l1", NegativeL1, Softmax()),
     Method("random W", Dot, Softmax(), "random", "kernel"),
     Method("U-Hop", Dot, Softmax(), "average", "kernel"),
-    Method("U-Hop sparse", Dot, Sparsemax(), "average", "kernel"),
+    Method("U-Hop sparse", Dot, SPARSEMAX, "average", "kernel"),
     Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
-    Method("U-Hop max sparse", Dot, Sparsemax(), "maximum", "kernel"),
+    Method("U-Hop max sparse", Dot, SPARSEMAX, "maximum", "kernel"),
 )
 
 

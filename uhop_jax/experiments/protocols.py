@@ -23,12 +23,13 @@ from uhop_jax.experiments.methods import (
     FAIR,
     LIMIT,
     PAPER,
+    SPARSEMAX,
     Method,
     Powers,
     Settings,
 )
 from uhop_jax.kernels import Kernel
-from uhop_jax.separation import Polynomial, Softmax, Sparsemax
+from uhop_jax.separation import Polynomial, Softmax
 from uhop_jax.similarity import Dot, NegativeL1, NegativeL2
 
 PROTOCOLS = ("fair", "paper", "reference")
@@ -71,7 +72,7 @@ class PositiveL1(NegativeL1):
 
 REFERENCE = (
     Method("MHM", Dot, Softmax()),
-    Method("Sparse MHM", Dot, Sparsemax()),
+    Method("Sparse MHM", Dot, SPARSEMAX),
     Method("DAM 10", Dot, Powers(10)),
     Method("DAM 10, normalised", Dot, Polynomial(10)),
     Method("l2, released sign", PositiveL2, Softmax()),
@@ -80,9 +81,9 @@ REFERENCE = (
     Method("l1", NegativeL1, Softmax()),
     Method("random W", Dot, Softmax(), "random", "kernel"),
     Method("U-Hop", Dot, Softmax(), "average", "kernel"),
-    Method("U-Hop sparse", Dot, Sparsemax(), "average", "kernel"),
+    Method("U-Hop sparse", Dot, SPARSEMAX, "average", "kernel"),
     Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
-    Method("U-Hop max sparse", Dot, Sparsemax(), "maximum", "kernel"),
+    Method("U-Hop max sparse", Dot, SPARSEMAX, "maximum", "kernel"),
     Method("U-Hop, rate 1", Dot, Softmax(), "average 1", "kernel"),
     Method("U-Hop, rate 10", Dot, Softmax(), "average 10", "kernel"),
 )
