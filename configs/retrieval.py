@@ -96,6 +96,7 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
             "mask": (0.5,),  # part of the pixels set to zero
             "known_mask": (0.5,),  # likewise, and the query says which
             "noise": (0.5,),  # standard deviation of each pixel, then clamped
+            "folded_noise": (0.5,),  # likewise, but negative values come back positive
             "norm_noise": (0.5,),  # Euclidean norm of the noise, then clamped
             "block": (0.25,),  # part of the image under one square
             "blur": (2.0,),  # standard deviation in pixels
@@ -142,9 +143,9 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
         case "grid":
             config.memories = (100, 500)
             config.runs = 10
-            config.corruption.kinds = ("mask", "noise")
+            config.corruption.kinds = ("mask", "noise", "folded_noise")
             levels["mask"] = (0.5, 0.8, 0.95)
-            levels["noise"] = (0.5, 1.0)
+            levels["noise"] = levels["folded_noise"] = (0.5, 1.0)
     return config
 
 

@@ -18,15 +18,16 @@ from uhop_jax import data
 
 
 def test_prepared_sets_are_the_raw_files(prepared):
+    number = LIMIT["mnist"]
     images = data.images("mnist", split="test", directory=prepared)
     raw = gzip.open(SHARED / "t10k-images-idx3-ubyte.gz").read()
-    raw = np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 28, 28, 1)[:LIMIT]
+    raw = np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 28, 28, 1)[:number]
     labels = gzip.open(SHARED / "t10k-labels-idx1-ubyte.gz").read()
-    labels = np.frombuffer(labels, np.uint8, offset=8)[:LIMIT]
+    labels = np.frombuffer(labels, np.uint8, offset=8)[:number]
     assert images.pixels.dtype == np.float32 and images.labels.dtype == np.int32
     order = {x.tobytes(): label for x, label in zip(raw, labels, strict=True)}
     found = np.round(images.pixels * 255).astype(np.uint8)
-    assert len({x.tobytes() for x in found}) == len(order) == LIMIT
+    assert len({x.tobytes() for x in found}) == len(order) == number
     for x, label in zip(found, images.labels, strict=True):
         assert order[x.tobytes()] == label
 
@@ -35,7 +36,9 @@ def test_prepared_sets_are_the_raw_files(prepared):
     picture = np.asarray(Image.open(SHARED / "cifar10_test.webp").convert("RGB"))
     raw = picture.reshape(100, 32, 100, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
     labels = np.load(SHARED / "cifar10_labels.npz")["test"]
-    order = {x.tobytes(): y for x, y in zip(raw[:LIMIT], labels, strict=False)}
+    order = {
+        x.tobytes(): y for x, y in zip(raw[: LIMIT["cifar10"]], labels, strict=False)
+    }
     found = np.round(images.pixels * 255).astype(np.uint8)
     for x, label in zip(found, images.labels, strict=True):
         assert order[x.tobytes()] == label

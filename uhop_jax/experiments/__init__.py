@@ -17,7 +17,7 @@ EXPERIMENTS = {
     "demo": _SWEEP,
     "capacity": _SWEEP,
     "noise": _SWEEP,
-    "grid": _SWEEP,
+    "grid": _SWEEP._replace(report=sweep.grid_report),
     "stage_one": _STEPS,
     "losses": _STEPS,
     "scatter": Experiment(

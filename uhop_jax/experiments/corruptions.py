@@ -12,7 +12,10 @@ from uhop_jax._checks import check_choice
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.corruption import Mask, Noise
 
-KINDS = ("mask", "known_mask", "noise", "norm_noise", "block", "blur", "shift")
+KINDS = (
+    *("mask", "known_mask", "noise", "folded_noise", "norm_noise"),
+    *("block", "blur", "shift"),
+)
 
 
 @frozen_pytree
@@ -50,6 +53,23 @@ class FoldedNoise:
     ) -> Float[Array, "*batch d"]:
         noisy = Noise(self.scale, low=None, high=None, kind=self.kind)(key, patterns)
         return jnp.clip(jnp.abs(noisy), 0, 1)
+
+    def log_likelihood(
+        self, memories: Float[Array, "M d"], query: Float[Array, "Q d"]
+    ) -> Float[Array, "Q M"]:
+        """`log p(query | memory)` up to a constant of the query, for `kind="pixel"`."""
+        scale = jnp.asarray(self.scale, memories.dtype)
+        clamped = query >= 1
+        cdf = jax.scipy.stats.norm.cdf
+        beyond = jnp.log(cdf((memories - 1) / scale) + cdf((-1 - memories) / scale))
+
+        def folded(row: tuple[Array, Array]) -> Array:
+            value, inside = (x[None] for x in row)
+            straight = -0.5 * ((value - memories) / scale) ** 2
+            both = straight + jnp.log1p(jnp.exp(-2 * value * memories / scale**2))
+            return jnp.where(inside, both, beyond).sum(-1)
+
+        return jax.lax.map(folded, (query, ~clamped))
 
 
 @frozen_pytree
@@ -187,8 +207,10 @@ def corruption_of(
         )
     if kind in ("block", "blur", "shift") and len(shape) != 3:
         raise ValueError(f"a {kind} needs images, got patterns of shape {shape}")
-    if reference and kind in ("block", "blur", "shift", "known_mask"):
-        raise ValueError(f"the reference protocol has masks and noise, got {kind!r}")
+    if reference and kind not in ("mask", "noise", "norm_noise"):
+        raise ValueError(
+            f"the reference protocol has mask, noise and norm_noise, got {kind!r}"
+        )
     images = shape if len(shape) == 3 else (1, 1, shape[0])
     height, width, channels = images
     size = (height, width, channels)
@@ -199,6 +221,8 @@ def corruption_of(
             return Mask(level, known=True)
         case "noise":
             return FoldedNoise(level) if reference else Noise(level)
+        case "folded_noise":
+            return FoldedNoise(level)
         case "norm_noise":
             if reference:
                 return FoldedNoise(level, kind="norm")

@@ -5,8 +5,10 @@ where it stopped, and ends with the file of an uninterrupted one.
 """
 
 import dataclasses
+import math
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from uhop_jax.corruption import Corruption
 from uhop_jax.experiments import evaluation, figures, records
 from uhop_jax.experiments.corruptions import KINDS, corruption_of
 from uhop_jax.experiments.evaluation import Entry, Queries, Scores
-from uhop_jax.experiments.methods import CALIBRATED, LIMIT, fit_kernels
+from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, fit_kernels
 from uhop_jax.experiments.protocols import Protocol, protocol_of
 from uhop_jax.plotting import Panel
 
@@ -405,6 +407,28 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """Methods by cells: the error of each, and its top-1."""
     text = "error\n" + records.pivot(rows, "error")
     return text + "\n\ntop-1\n" + records.pivot(rows, "top1")
+
+
+def grid_report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The tables, and for each cell the winner, the limit and what was calibrated."""
+    fixed = {m.name for m in FAIR if not m.family or m.family == "centred"}
+    titles = "cell, best fixed similarity, best of all, calibrated, limit, chosen"
+    lines = [titles.split(", ")]
+    for cell, ours in records.grouped(rows, records.CELL).items():
+        means = {
+            name: float(np.mean([row["error"] for row in members]))
+            for (name,), members in records.grouped(ours, ("method",)).items()
+        }
+        limit = means.pop(LIMIT, math.nan)
+        line = [Cell(*cell).title]
+        for names in (fixed & means.keys(), means):
+            best = min(names, key=lambda name: means[name], default="")
+            line.append(f"{best} {means[best]:.3g}" if best else "-")
+        chosen = Counter(r["setting"] for r in ours if r["method"] == CALIBRATED)
+        line += [f"{means.get(CALIBRATED, math.nan):.3g}", f"{limit:.3g}"]
+        line.append(", ".join(f"{n} x {name}" for name, n in chosen.most_common(2)))
+        lines.append(line)
+    return report(rows) + "\n\n" + records.aligned(lines)
 
 
 def _picture(study: Study, cell: Cell, rows: Sequence[dict], path: Path) -> None:
