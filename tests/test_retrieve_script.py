@@ -219,6 +219,36 @@ def test_table_shows_means_and_deviations():
     assert len({len(line) for line in lines}) == 1
 
 
+def test_differences_are_paired_and_have_the_interval_of_student():
+    about = {"memories": 5, "corruption": "mask", "level": 0.5, "setting": ""}
+    errors = {"MHM": [1.0, 2.0, 4.0], "new": [0.5, 1.0, 3.5]}
+    rows = [
+        about | {"method": name, "run": run, "error": error}
+        for name, found in errors.items()
+        for run, error in enumerate(found)
+    ]
+    base, new = records.differences(rows, "MHM")
+    assert (base["difference"], base["ci95"]) == (0, 0)
+    assert new["method"] == "new" and new["runs"] == 3
+    pairs = np.asarray([-0.5, -1.0, -0.5])
+    np.testing.assert_allclose(new["difference"], pairs.mean())
+    np.testing.assert_allclose(new["ci95"], 4.302653 * pairs.std(ddof=1) / 3**0.5)
+    assert records.differences(rows[3:], "MHM") == []
+
+
+def test_settings_show_in_labels_only_where_there_are_several():
+    about = {"memories": 5, "corruption": "mask", "level": 0.5, "run": 0, "error": 1.0}
+    rows = [
+        about | {"method": "U-Hop", "setting": "N=1"},
+        about | {"method": "U-Hop", "setting": "N=2"},
+        about | {"method": "calibrated", "setting": "cosine"},
+        about | {"method": "calibrated", "setting": "dot", "run": 1},
+    ]
+    labels = [row["label"] for row in records.labelled(rows)]
+    assert labels == ["U-Hop, N=1", "U-Hop, N=2", "calibrated", "calibrated"]
+    assert "M=5 mask 0.5" in records.pivot(rows, "error")
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [

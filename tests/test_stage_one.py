@@ -29,6 +29,7 @@ from uhop_jax import (
     separation_loss,
     smallest_separation,
 )
+from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import bins
 from uhop_jax.losses import LOSSES, PAIRS
@@ -595,6 +596,15 @@ def test_annealing_is_reproducible_over_sets_and_keeps_the_best(standard_promoti
     assert (fitted.delta_min.max(-1) > fitted.delta_min[:, -1]).any()
     same = fit_annealed(KEY, memories, learning_rate=2.0, **options)
     jax.tree.map(np.testing.assert_array_equal, fitted, same)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (8, 6), (2, 4, 6)], ids=str)
+def test_many_ridges_share_one_decomposition(shape):
+    memories = draw(*shape)
+    for ridge, kernel in whitenings(memories, (0.1, 10.0)).items():
+        single = fit_closed_form(memories, ridge=ridge)
+        assert type(kernel) is type(single)
+        assert_close(kernel.weights, single.weights)
 
 
 # Bad input.

@@ -18,7 +18,7 @@ from uhop_jax._checks import (
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import LikelihoodKernel, bins
 
-_BINS = 33
+_BINS = 65
 _LEVELS = 8
 
 
@@ -43,7 +43,7 @@ def fit_likelihood(
       memories: stored patterns, one per row.
       corrupt: a corruption, see `uhop_jax.corruption`.
       copies: corrupted copies of each memory.
-      rank: rank of the table, from 1; None is the full rank, 33.
+      rank: rank of the table, from 1; None is the full rank, 65.
       smoothing: added to every count.
 
     Returns:
