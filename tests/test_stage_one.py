@@ -485,14 +485,14 @@ def test_likelihood_table_is_a_count():
 
     memories = jnp.clip(draw(12, 9), 0, 1)
     kernel = fit_likelihood(KEY, memories, corruption, copies=3, smoothing=0.25)
-    stored, counts = np.asarray(bins(memories, kernel.memory_edges)), np.zeros((33, 33))
+    stored, counts = np.asarray(bins(memories, kernel.memory_edges)), np.zeros((65, 65))
     for key in jax.random.split(KEY, 3):
         query = np.asarray(bins(corruption(key, memories), kernel.query_edges))
         for a, c in zip(stored.ravel(), query.ravel(), strict=True):
             counts[a, c] += 1
     table = np.log((counts + 0.25) / (counts + 0.25).sum(1, keepdims=True))
     table -= table.mean(0)
-    assert kernel.memory_table.shape == kernel.query_table.shape == (33, 33)
+    assert kernel.memory_table.shape == kernel.query_table.shape == (65, 65)
     assert_close(kernel.memory_table @ kernel.query_table.T, table)
 
     query = corruption(jax.random.key(1), memories)
@@ -503,10 +503,10 @@ def test_likelihood_table_is_a_count():
     assert_close(overlaps - overlaps[:, :1], expected - expected[:, :1])
 
     singular = np.linalg.svd(table, compute_uv=False)
-    for rank in (1, 4, 33, None):
+    for rank in (1, 4, 65, None):
         cut = kernel.cut(rank)
         error = np.linalg.norm(cut.memory_table @ cut.query_table.T - table)
-        assert_close(error, np.sqrt((singular[rank or 33 :] ** 2).sum()))
+        assert_close(error, np.sqrt((singular[rank or 65 :] ** 2).sum()))
         again = fit_likelihood(
             KEY, memories, corruption, copies=3, smoothing=0.25, rank=rank
         )
@@ -530,7 +530,7 @@ def test_likelihood_gives_atoms_bins_of_their_own(dtype):
 def test_likelihood_of_batches_is_a_loop():
     memories = jnp.clip(draw(2, 30, 20), 0, 1)
     batch = fit_likelihood(KEY, memories, Mask(0.4), rank=3)
-    assert batch.memory_table.shape == (2, 33, 3)
+    assert batch.memory_table.shape == (2, 65, 3)
     for index, key in enumerate(jax.random.split(KEY, 2)):
         single = fit_likelihood(key, memories[index], Mask(0.4), rank=3)
         overlaps = (
@@ -681,7 +681,7 @@ BAD_OPTIONS = [
     ("likelihood", {"copies": 0}, "copies must be at least 1, got 0"),
     ("likelihood", {"smoothing": 0.0}, "smoothing must be positive"),
     ("likelihood", {"rank": 0}, "rank must be at least 1, got 0"),
-    ("likelihood", {"rank": 34}, "rank must be at most 33, got 34"),
+    ("likelihood", {"rank": 66}, "rank must be at most 65, got 66"),
     ("likelihood", {"corrupt": 0.5}, "corrupt must be a function.*got 0.5"),
 ]
 
