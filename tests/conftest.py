@@ -20,7 +20,7 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-settings.register_profile("uhop", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("uhop", deadline=None, max_examples=20, derandomize=True)
 settings.load_profile("uhop")
 
 ROOT = Path(__file__).parent.parent
@@ -97,3 +97,29 @@ def prepared(tmp_path_factory):
     message = done.read_text()
     assert not message, message[-2000:]
     return directory
+
+
+# Combinations of what is tested in its parts: `pytest -m slow` runs them too.
+DISTANCES = ("NegativeSquaredL2", "NegativeL2", "NegativeL1")
+
+
+def is_combination(name, case):
+    """Whether a test crosses two tables whose members others cover one by one."""
+    distance = case.startswith(DISTANCES) or any(f"-{d}(" in case for d in DISTANCES)
+    if name == "test_three_updates_equal_the_naive_ones":  # separations by similarities
+        return not (case.startswith("Entmax(alpha=1.5)") or "-Dot(" in case)
+    if name == "test_one_and_two_updates_equal_the_naive_ones":
+        return case.endswith("-1") or distance
+    if any(f"-{kernel}" in case for kernel in ("square", "low rank", "centering")):
+        return distance  # similarities by kernels
+    if name not in ("test_weights_equal_the_naive_ones", "test_dtype_and_accuracy"):
+        # One program serves every alpha: its value in the derivatives and accuracy.
+        return case.split("-")[-1] in ("Entmax(alpha=2.0)", "Entmax(alpha=3.0)")
+    return False
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        name, _, case = item.name.partition("[")
+        if is_combination(name, case.rstrip("]")):
+            item.add_marker(pytest.mark.slow)

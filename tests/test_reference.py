@@ -41,12 +41,12 @@ def test_the_released_rates_add_up():
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
-        ("capacity", {"data.name": "mnist", "memories": (20, 50), "runs": 10}),
+        ("capacity", {"data.name": "mnist", "memories": (50,), "runs": 10}),
         (
             "capacity",
             {"data.name": "cifar10", "memories": (20,), "runs": 3, "methods": FEW},
         ),
-        (
+        pytest.param(
             "noise",
             {
                 "data.name": "mnist",
@@ -55,6 +55,7 @@ def test_the_released_rates_add_up():
                 "corruption.levels.noise": (0.3,),
                 "corruption.levels.norm_noise": (1.0,),
             },
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["capacity-mnist", "capacity-cifar10", "noise-mnist"],

@@ -47,6 +47,7 @@ def calibration(dtype):
         Cosine(LinearKernel(draw(2, 3, dtype=dtype))),
         Entmax(1.5),
         *numbers,
+        screening=draw(2, 4, dtype=dtype),
         trials=draw(2, 1, 4, dtype=dtype).at[0, 0, 1].set(jnp.nan),
         betas=draw(2, 4, dtype=dtype),
         name="größer",
