@@ -598,6 +598,14 @@ def test_annealing_is_reproducible_over_sets_and_keeps_the_best(standard_promoti
     jax.tree.map(np.testing.assert_array_equal, fitted, same)
 
 
+@pytest.mark.parametrize("kind", ["average", "maximum", "deep"])
+def test_every_loss_moves_batches_of_single_precision(kind):
+    rng = np.random.default_rng(0)  # as many as images are, where sums round
+    memories = jnp.asarray(rng.uniform(size=(2, 30, 80)), jnp.float32)
+    fitted = fit_sgd(memories, rate=0.01, steps=5, kind=kind, path="gram")
+    assert (fitted.loss[:, -1] < fitted.loss[:, 0]).all()
+
+
 @pytest.mark.parametrize("shape", [(4, 6), (8, 6), (2, 4, 6)], ids=str)
 def test_many_ridges_share_one_decomposition(shape):
     memories = draw(*shape)

@@ -132,7 +132,11 @@ def loss_of_gram(
     exponent = jnp.where(counted, exponent, -jnp.inf)
     if loss.kind == "maximum":
         exponent = jnp.where(distinct, exponent, -jnp.inf)
-        top = exponent.max((-2, -1))
+        # Not `max`, whose slope compares values that XLA may have computed twice, to
+        # different roundings: then no entry is the largest, and the slope is zero.
+        flat = exponent.reshape(*exponent.shape[:-2], M * M)
+        index = lax.stop_gradient(flat).argmax(-1, keepdims=True)
+        top = jnp.take_along_axis(flat, index, axis=-1)[..., 0]
         return jnp.where(jnp.isfinite(top), top, 0.0)
     number = jnp.where((counted & distinct).any((-2, -1)), counted.sum((-2, -1)), 0)
     top = lax.stop_gradient(exponent.max((-2, -1)))
