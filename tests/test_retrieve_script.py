@@ -301,8 +301,9 @@ def query_config(**changes):
     return config.lock()
 
 
-def test_photos_are_stored_reloaded_and_found_by_their_halves(tmp_path, prepared):
-    photographs = data.load("cifar10", directory=str(prepared), limit=200)
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_photos_are_stored_reloaded_and_found_by_halves(tmp_path, prepared, count):
+    photographs = data.load("cifar10", directory=str(prepared), limit=count)
     folder = photos(tmp_path / "photos", photographs.values, photographs.shape)
     changes = {"data.name": str(folder), "corruption.kind": "block"}
     experiments.run(query_config(**changes), tmp_path / "stored")
@@ -323,12 +324,12 @@ def test_photos_are_stored_reloaded_and_found_by_their_halves(tmp_path, prepared
     assert done.returncode == 0, done.stderr
     assert "expected error" in done.stdout and "margin" in done.stdout
     rows = read(tmp_path / "found" / "answers.csv")
-    assert len(rows) == 200
+    assert len(rows) == count
     right = [row["query"] == row["memory"] for row in rows]
     assert np.mean(right) >= 0.99
     assert all(0 <= float(row["margin"]) <= 1 for row in rows)
     found = np.load(tmp_path / "found" / "retrieved.npz")
-    assert found["patterns"].shape == (200, 3072) and found["weights"].shape[1] == 200
+    assert found["patterns"].shape == (count, 3072)
     written = {path.name for path in (tmp_path / "found").iterdir()}
     assert written == {"config.json", "answers.csv", "retrieved.npz", "retrieved.png"}
 
