@@ -42,9 +42,10 @@ def test_the_released_rates_add_up():
     ("variant", "changes"),
     [
         ("capacity", {"data.name": "mnist", "memories": (50,), "runs": 10}),
-        (
+        pytest.param(
             "capacity",
             {"data.name": "cifar10", "memories": (20,), "runs": 3, "methods": FEW},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "noise",
