@@ -129,6 +129,12 @@ def is_combination(name, case):
         return case.startswith(("3.0", "inf"))
     if name == "test_sgd_is_algorithm_1_in_both_spaces":
         return "'all'" in case
+    if name == "test_loss_is_the_double_loop_over_batches_and_valid_patterns":
+        return case.endswith("all")
+    if name == "test_memory_sets_equal_a_loop_over_sets" and case.endswith("-True"):
+        return not case.startswith("Dot(")
+    if name.startswith(("test_gradient", "test_what_is_not")) and "-rect" in case:
+        return distance
     if name == "test_annealing_finds_optimal_codes":
         return case in ("pentagon", "simplex-10")
     if name == "test_long_rows":

@@ -57,6 +57,7 @@ def errors_of(rows):
     return found
 
 
+@pytest.mark.slow
 def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsys):
     config = get_config(methods=())
     experiments.run(config, tmp_path / "run")
@@ -101,7 +102,11 @@ def test_the_other_protocols_fix_beta(tmp_path, protocol):
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "demo"])
 def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     changes = {"methods": ("MHM", "U-Hop"), "images": 0}
+    if variant == "grid":  # and an image grid, a calibrated memory, and the limit
+        changes = {"methods": ("MHM", "U-Hop", "calibrated", "limit"), "images": 2}
     kinds = CONFIG["get_config"](variant).corruption.kinds
+    if variant == "grid":
+        kinds = changes["corruption.kinds"] = ("mask",)
     levels = (0.3, 0.6) if len(kinds) == 1 else (0.3,)
     changes |= {f"corruption.levels.{kind}": levels for kind in kinds}
     config = get_config(variant, **changes)
