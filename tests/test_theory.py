@@ -11,6 +11,8 @@ from conftest import assert_close
 
 import uhop_jax as uj
 from uhop_jax import theory
+from uhop_jax.theory._geometry import image_of
+from uhop_jax.theory.storing import _sample_ball
 
 
 def name(x):
@@ -454,9 +456,9 @@ def test_points_are_sampled_in_the_image_of_the_kernel_within_the_ball(similarit
     memories = gaussian(0, 6, 6)
     keys = similarity.keys(memories)
     radius = theory.radius(memories, similarity=similarity)
-    image = theory._image(similarity.kernel)
+    image = image_of(similarity.kernel)
     sphere = isinstance(similarity, uj.Cosine)
-    sample = jax.jit(theory._sample_ball, static_argnums=(4, 5))
+    sample = jax.jit(_sample_ball, static_argnums=(4, 5))
     for seed, centre in enumerate(keys):
         points = sample(jax.random.key(seed), centre, radius, image, 500, sphere)
         points, centre = np.asarray(points), np.asarray(centre)

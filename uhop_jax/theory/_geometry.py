@@ -1,0 +1,156 @@
+r"""How memories lie where they are compared, and checks that all theorems share."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from uhop_jax._checks import (
+    as_floating,
+    check_finite,
+    check_positive,
+    working_dtype,
+)
+from uhop_jax.kernels import Centering, Kernel, LinearKernel, LowRankKernel
+from uhop_jax.separation import Separation
+from uhop_jax.similarity import (
+    Cosine,
+    Dot,
+    NegativeSquaredL2,
+    Similarity,
+    check_patterns,
+)
+
+# Moving a state by `r` changes a difference of overlaps by at most this times `r` times
+# the distance of the two memories.
+_SLOPES: dict[type, float] = {Dot: 1.0, Cosine: 1.0, NegativeSquaredL2: 2.0}
+
+
+class Geometry(NamedTuple):
+    """Of the memories among themselves; diagonals mean nothing but for `leads`."""
+
+    keys: Array
+    leads: Array  # K(xi_mu, xi_mu) - K(xi_nu, xi_mu), infinite where not to be counted
+    distances: Array  # of the features
+    radius: Array
+
+
+@jax.jit
+def geometry_of(memories: Array, similarity: Similarity, mask: Any = None) -> Geometry:
+    keys = similarity.keys(memories)
+    gram = similarity(memories, memories)
+    distances = pairwise_distances(keys)
+    skip = jnp.eye(memories.shape[0], dtype=jnp.bool_)
+    if mask is not None:
+        skip = skip | ~mask[:, None] | ~mask[None]
+    leads = jnp.where(skip, jnp.inf, jnp.diagonal(gram)[:, None] - gram)
+    return Geometry(
+        keys, leads, distances, jnp.where(skip, jnp.inf, distances).min() / 2
+    )
+
+
+@jax.jit
+def ball_separation(geometry: Geometry, reach: ArrayLike) -> Array:
+    return (geometry.leads - reach * geometry.distances).min(-1)
+
+
+def pairwise_distances(keys: Array) -> Array:
+    """From differences, not from the Gram matrix; less than rounding is zero."""
+    distances = jnp.sqrt(-NegativeSquaredL2()(keys, keys))
+    rounding = 8 * float(jnp.finfo(keys.dtype).eps) * largest_norm(keys)
+    return jnp.where(distances <= rounding, 0.0, distances)
+
+
+@jax.jit
+def largest_norm(x: Array) -> Array:
+    return jnp.linalg.norm(x, axis=-1).max()
+
+
+def divide(a: Array, b: Array, empty: float = jnp.inf) -> Array:
+    return jnp.where(b == 0, empty, a / jnp.where(b == 0, 1.0, b))
+
+
+def checked_memories(
+    memories: Any, similarity: Similarity, *, features: bool = False
+) -> Array:
+    """The memories in the working dtype, once they and the similarity are in order."""
+    memories = as_floating(memories, "memories")
+    if memories.ndim != 2 or memories.shape[0] < 2:
+        raise ValueError(
+            f"memories must have shape (M, d) with M at least 2, got {memories.shape}"
+        )
+    check_patterns(memories, memories, similarity)
+    kernel = similarity.kernel
+    if kernel is not None and kernel.set_axes:
+        raise ValueError(
+            f"kernel has {kernel.set_axes} axes of memory sets, memories have none"
+        )
+    if features and kernel is not None and not kernel.has_energy:
+        raise ValueError(
+            f"{type(kernel).__name__} maps queries and memories differently: memories "
+            "have no ball in its features"
+        )
+    check_finite("memories", memories)
+    return memories.astype(working_dtype(memories))
+
+
+def as_scalar(name: str, value: ArrayLike, dtype: Any) -> Array:
+    if jnp.ndim(value):
+        raise ValueError(f"{name} must be one number, got shape {jnp.shape(value)}")
+    check_positive(name, value)
+    return jnp.asarray(value).astype(dtype)
+
+
+def slope_of(similarity: Similarity) -> float:
+    if type(similarity) not in _SLOPES:
+        raise ValueError(
+            f"no lead in a ball is known for {type(similarity).__name__}, only for "
+            f"{', '.join(c.__name__ for c in _SLOPES)}"
+        )
+    return _SLOPES[type(similarity)]
+
+
+def margin_of(separation: Separation) -> ArrayLike:
+    separation.check()
+    if not separation.has_conjugate:
+        raise ValueError(
+            f"no margin makes the weights of {type(separation).__name__} one-hot"
+        )
+    margin = separation.margin()
+    if jnp.ndim(margin):
+        raise ValueError(f"alpha must be one number, got shape {jnp.shape(margin)}")
+    return margin
+
+
+def check_linear(kernel: Kernel | None) -> None:
+    if not isinstance(kernel, (LinearKernel, LowRankKernel, Centering, type(None))):
+        raise ValueError(
+            "kernel must be a LinearKernel, LowRankKernel, Centering or None, got "
+            f"{type(kernel).__name__}"
+        )
+    if kernel is not None and kernel.set_axes:
+        raise ValueError(
+            f"kernel must be one, got {kernel.set_axes} axes of memory sets"
+        )
+
+
+@jax.jit
+def singular_values(weights: Array) -> tuple[Array, Array]:
+    """Descending, and which of them are more than rounding."""
+    values = jnp.linalg.svd(weights, compute_uv=False)
+    return values, active_values(values, weights)
+
+
+def active_values(values: Array, weights: Array) -> Array:
+    return values > max(weights.shape) * float(jnp.finfo(values.dtype).eps) * values[0]
+
+
+@jax.jit
+def image_of(kernel: Kernel | None) -> Array | None:
+    """Columns `(D, r)`, orthonormal or zero, that span the image; None: all of it."""
+    if not isinstance(kernel, (LinearKernel, LowRankKernel)):
+        return None
+    weights = kernel.weights.astype(working_dtype(kernel.weights))
+    axes, values, _ = jnp.linalg.svd(weights, full_matrices=False)
+    return jnp.where(active_values(values, weights)[None], axes, 0.0)

@@ -1,0 +1,454 @@
+r"""Statements in closed form: bounds, exact retrieval, the representation theorem."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Float
+
+from uhop_jax._checks import (
+    as_floating,
+    check_at_least,
+    check_count,
+    check_finite,
+    check_positive,
+    is_traced,
+    wider_dtype,
+    working_dtype,
+)
+from uhop_jax.kernels import Kernel, LinearKernel, LowRankKernel
+from uhop_jax.separation import Separation
+from uhop_jax.similarity import (
+    Dot,
+    NegativeSquaredL2,
+    Similarity,
+    check_patterns,
+)
+from uhop_jax.theory._geometry import (
+    as_scalar,
+    ball_separation,
+    check_linear,
+    checked_memories,
+    divide,
+    geometry_of,
+    largest_norm,
+    margin_of,
+    singular_values,
+    slope_of,
+)
+
+
+def radius(
+    memories: Float[Array, "M d"], *, similarity: Similarity = Dot()
+) -> Float[Array, ""]:
+    r""":math:`R_\Phi = \min_{\mu \neq \nu} \|\Phi(\xi_\mu) - \Phi(\xi_\nu)\| / 2`.
+
+    [def:stored_and_retrieved], and with no kernel [def:stored_and_retrieved_org].
+
+    Args:
+      memories: stored patterns.
+      similarity: its features are used.
+
+    Returns:
+      Half the smallest distance of two memories; zero if two coincide.
+
+    Raises:
+      ValueError: if there are fewer than two memories, or shapes do not fit.
+    """
+    memories = checked_memories(memories, similarity, features=True)
+    return geometry_of(memories, similarity).radius
+
+
+def log_rbf(
+    memories: Float[Array, "M d"],
+    query: Float[Array, "*batch d"],
+    *,
+    scale: ArrayLike = 2.0,
+    similarity: Similarity = Dot(),
+) -> Float[Array, "*batch M"]:
+    r""":math:`\ell_\Phi(\xi_\mu, x) = -t \|\Phi(\xi_\mu) - \Phi(x)\|^2`.
+
+    On the unit sphere of features, and only there, it is :math:`2 t K(\xi_\mu, x) - 2
+    t` [eqn:L_normalize]; pass `Cosine` to be on it.
+
+    Args:
+      memories: stored patterns.
+      query: states.
+      scale: `t`, positive.
+      similarity: its features are used.
+
+    Returns:
+      Values of at most zero.
+
+    Raises:
+      ValueError: if `scale` is not positive, or shapes do not fit.
+    """
+    check_positive("scale", scale)
+    memories = checked_memories(memories, similarity, features=True)
+    query = as_floating(query, "query")
+    check_patterns(memories, query, similarity)
+    query = query.astype(working_dtype(query))
+    keys, state = similarity.keys(memories), similarity.state(query)
+    squared = NegativeSquaredL2()(keys, state)
+    return squared * jnp.asarray(scale).astype(squared.dtype)
+
+
+def pattern_separation(
+    memories: Float[Array, "M d"],
+    *,
+    similarity: Similarity = Dot(),
+    distance: ArrayLike = 0.0,
+) -> Float[Array, " M"]:
+    r"""Lead of each memory over the others, the smallest in its ball.
+
+    At `distance` 0 it is :math:`\Delta_\mu = K(\xi_\mu, \xi_\mu) - \max_{\nu \neq \mu}
+    K(\xi_\nu, \xi_\mu)`. In a ball of radius `r` the lead over memory `nu` falls by at
+    most :math:`r \|\Phi(\xi_\mu) - \Phi(\xi_\nu)\|` (twice that for
+    `NegativeSquaredL2`), and for `Dot` and `NegativeSquaredL2` a state in the ball
+    attains it.
+
+    Args:
+      memories: stored patterns.
+      similarity: overlap of states with memories.
+      distance: radius of the ball, in feature space; unless it is 0, `similarity` must
+        be `Dot`, `Cosine` or `NegativeSquaredL2`.
+
+    Returns:
+      One lead a memory.
+
+    Raises:
+      ValueError: if `distance` is negative or `similarity` has no ball, there are fewer
+        than two memories, or shapes do not fit.
+    """
+    centre = isinstance(distance, (int, float)) and distance == 0
+    memories = checked_memories(memories, similarity, features=not centre)
+    reach = jnp.zeros((), memories.dtype)
+    if not centre:
+        reach = slope_of(similarity) * as_scalar("distance", distance, memories.dtype)
+    return ball_separation(geometry_of(memories, similarity), reach)
+
+
+def error_bound(
+    memories: Float[Array, "M d"],
+    *,
+    beta: ArrayLike,
+    similarity: Similarity = Dot(),
+    distance: ArrayLike | None = None,
+) -> Float[Array, " M"]:
+    r"""Bound on the error of one `Softmax` update in a ball [eqn:error_bound_exp].
+
+    By default the paper's, in kernel form, :math:`\|T(x) - \xi_\mu\| \le 2 m (M - 1)
+    e^{-\beta (\Delta_\mu - 2 m_\Phi R_\Phi)}` for every `x` in :math:`S_{\Phi,\mu}`,
+    with the largest norms `m` of the patterns and :math:`m_\Phi` of their features. For
+    a memory with a neighbour at :math:`2 R_\Phi` it is at least `2 m (M - 1)` and says
+    nothing, since then :math:`\Delta_\mu \le 2 m_\Phi R_\Phi`: never all are bounded.
+
+    With `distance` it is :math:`2 m (M - 1) e^{-\beta \Delta_\mu(r)}` for the ball of
+    that radius (`pattern_separation`), which at the same radius is never larger.
+
+    Args:
+      memories: stored patterns.
+      beta: inverse temperature, positive.
+      similarity: `Dot`, `Cosine` or `NegativeSquaredL2` (whose slope doubles the term
+        :math:`2 m_\Phi R_\Phi`).
+      distance: radius of the ball, in feature space; None is the paper's form.
+
+    Returns:
+      One bound a memory; above `2 m` it says nothing.
+
+    Raises:
+      ValueError: if an argument is out of range, or shapes do not fit.
+    """
+    memories = checked_memories(memories, similarity, features=True)
+    beta = as_scalar("beta", beta, memories.dtype)
+    geometry = geometry_of(memories, similarity)
+    if distance is None:
+        reach = 2 * largest_norm(geometry.keys) * geometry.radius
+        separation = ball_separation(geometry, 0.0) - slope_of(similarity) * reach
+    else:
+        separation = pattern_separation(
+            memories, similarity=similarity, distance=distance
+        )
+    others = memories.shape[0] - 1
+    return 2 * largest_norm(memories) * others * jnp.exp(-beta * separation)
+
+
+def weight_error_bound(
+    memories: Float[Array, "M d"], weights: Float[Array, "*batch M"]
+) -> Float[Array, "*batch M"]:
+    r"""The error bound that the weights give: :math:`2 m (1 - p_\mu)`.
+
+    Bounds :math:`\|\sum_\nu p_\nu \xi_\nu - \xi_\mu\|` for non-negative weights whose
+    sum is at most one: those of every separation here. `error_bound` follows from it.
+
+    Args:
+      memories: stored patterns.
+      weights: weights over them.
+
+    Returns:
+      Entry `mu` bounds the distance of the retrieved pattern from memory `mu`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    memories = checked_memories(memories, Dot())
+    weights = as_floating(weights, "weights")
+    if weights.ndim < 1 or weights.shape[-1] != memories.shape[0]:
+        raise ValueError(
+            f"weights have shape {weights.shape}, but there are {memories.shape[0]} "
+            "memories"
+        )
+    dtype = wider_dtype(memories, weights)
+    return 2 * largest_norm(memories).astype(dtype) * (1 - weights.astype(dtype))
+
+
+def exact_retrieval_slack(
+    memories: Float[Array, "M d"],
+    *,
+    beta: ArrayLike,
+    separation: Separation,
+    similarity: Similarity = Dot(),
+    distance: ArrayLike = 0.0,
+) -> Float[Array, " M"]:
+    r"""By how much each memory meets the condition of exact retrieval [thm:exact].
+
+    :math:`\Delta_\mu - \mathrm{margin}/\beta`, with margin :math:`1/(\alpha - 1)` for
+    `Entmax`. Non-negative if and only if the weights at :math:`\xi_\mu` are exactly
+    one-hot, so that one update keeps :math:`\xi_\mu`. With `distance`, if one update
+    retrieves it exactly from its whole ball (for `Dot` and `NegativeSquaredL2`, only if
+    too). Minus infinity for a separation that is never one-hot, such as `Softmax`.
+
+    On the unit sphere it says :math:`\max_{\nu \neq \mu} \ell_\Phi(\xi_\nu, \xi_\mu)
+    \le -2t/(\beta (\alpha - 1))`. (The paper has :math:`\ell_\Phi(\xi_\mu, \xi_\mu)`
+    minus that maximum, which is never negative, below the same negative number.) Nor is
+    "one-hot" the same as "fixed point", as its proof has it: 0 among the memories -1,
+    0, 1 is a fixed point of every update. It is where no memory is a mixture of others.
+
+    Args:
+      memories: stored patterns.
+      beta: inverse temperature, positive.
+      separation: its `margin` is used. That of `TopK(1)` is zero and must be exceeded:
+        a tie goes to the lower index.
+      similarity: overlap of states with memories.
+      distance: as in `pattern_separation`.
+
+    Returns:
+      One slack a memory.
+
+    Raises:
+      ValueError: if the one-hot weights of `separation` do not follow from a margin
+        (`Polynomial`), an argument is out of range, or shapes do not fit.
+    """
+    margin = margin_of(separation)
+    lead = pattern_separation(memories, similarity=similarity, distance=distance)
+    beta = as_scalar("beta", beta, lead.dtype)
+    return lead - jnp.asarray(margin).astype(lead.dtype) / beta
+
+
+class ExactDistance(NamedTuple):
+    """Result of `exact_retrieval_distance`.
+
+    Attributes:
+      sufficient: patterns at least this far apart are retrieved exactly.
+      necessary: patterns retrieved exactly are at least this far apart.
+    """
+
+    sufficient: Float[Array, ""]
+    necessary: Float[Array, ""]
+
+
+def exact_retrieval_distance(
+    kernel: Kernel | None, *, beta: ArrayLike, separation: Separation
+) -> ExactDistance:
+    r"""How far apart patterns must be for exact retrieval by `Dot` [coro:exact_coro].
+
+    :math:`\min_{\nu \neq \mu} \|\xi_\mu - \xi_\nu\| \ge \sqrt{2 / (L^2 \beta (\alpha -
+    1))}` suffices with the lower Lipschitz constant :math:`L = \sigma_{\min}(W)`; with
+    the upper one, :math:`\sigma_{\max}(W)`, which the paper takes, it is only
+    necessary. By
+
+    .. math:: 2 (K(\xi_\mu, \xi_\mu) - K(\xi_\nu, \xi_\mu)) = \|\Phi(\xi_\mu) -
+      \Phi(\xi_\nu)\|^2 + \|\Phi(\xi_\mu)\|^2 - \|\Phi(\xi_\nu)\|^2
+
+    the first holds for a memory whose *feature norm* no other exceeds, the second for
+    one that exceeds no other; both for all of them where feature norms are equal, as
+    the paper's "normalized patterns" must be read. Without that no distance suffices:
+    the pattern 0 is never retrieved exactly.
+
+    Args:
+      kernel: a `LinearKernel`, `LowRankKernel` or `Centering`; None is the identity.
+      beta: inverse temperature, positive.
+      separation: its `margin` is used.
+
+    Returns:
+      `ExactDistance`; `sufficient` is infinite for a kernel that forgets a direction.
+
+    Raises:
+      ValueError: if the kernel is not linear, or as in `exact_retrieval_slack`.
+    """
+    check_linear(kernel)
+    lower = upper = jnp.ones((), jnp.result_type(float))
+    if isinstance(kernel, (LinearKernel, LowRankKernel)):
+        weights = kernel.weights.astype(working_dtype(kernel.weights))
+        values, active = singular_values(weights)
+        lower = values[-1] if weights.shape[0] >= weights.shape[1] else values[-1] * 0
+        lower = jnp.where(active.all(), lower, 0.0)
+        upper = values[0]
+    beta = as_scalar("beta", beta, lower.dtype)
+    need = jnp.sqrt(2 * jnp.asarray(margin_of(separation)).astype(lower.dtype) / beta)
+    return ExactDistance(*(divide(need, constant) for constant in (lower, upper)))
+
+
+def well_separated(
+    memories: Float[Array, "M d"], *, beta: ArrayLike, distance: ArrayLike
+) -> Bool[Array, " M"]:
+    r"""Whether `Softmax` with `Dot` provably stores each memory, with its ball.
+
+    With :math:`q = (M - 1) e^{-\beta \Delta_\mu(r)}`, a bound on :math:`1 - p_\mu` in
+    the ball of radius `r`, and the largest distance `s` of another memory: if :math:`s
+    q \le r` an update maps the ball into itself, and if :math:`\beta s^2 q < 1` it
+    contracts it (its Jacobian is :math:`\beta` times the covariance of the memories
+    under the weights). If both hold, and :math:`\Delta_\mu(r) > 0`, every state of the
+    ball converges to one fixed point, within :math:`s q` of the memory (Banach).
+    Sufficient, not necessary, and so a lower bound on capacity.
+
+    This is the well-separation of U-Hop+ (Hu et al. 2024), :math:`\Delta_{\min} \ge
+    \log(2 (M - 1)/R)/\beta`, with what a whole ball takes: theirs bounds the error of
+    the update of the memory itself alone. For features of equal norm no :math:`\beta`
+    is enough for `r` = :math:`R_\Phi`: there the balls of the two closest memories
+    touch, and :math:`\Delta_\mu(R_\Phi) = 0`.
+
+    Args:
+      memories: stored patterns, or their features.
+      beta: inverse temperature, positive.
+      distance: radius `r` of the ball, positive; below `radius(memories)`, balls are
+        disjoint.
+
+    Returns:
+      One boolean a memory.
+
+    Raises:
+      ValueError: if an argument is out of range, or shapes do not fit.
+    """
+    memories = checked_memories(memories, Dot())
+    beta = as_scalar("beta", beta, memories.dtype)
+    distance = as_scalar("distance", distance, memories.dtype)
+    geometry = geometry_of(memories, Dot())
+    lead = ball_separation(geometry, distance)
+    strayed = (memories.shape[0] - 1) * jnp.exp(-beta * lead)
+    spread = geometry.distances.max(-1)
+    contracts = beta * spread**2 * strayed < 1
+    return (lead > 0) & (spread * strayed <= distance) & contracts
+
+
+class Representation(NamedTuple):
+    """Result of `representation`.
+
+    Attributes:
+      key_weights: `W_K (M, D)`.
+      query_weights: `W_Q (M, D)`.
+    """
+
+    key_weights: Float[Array, "M D"]
+    query_weights: Float[Array, "M D"]
+
+
+def representation(
+    features: Float[Array, "M D"],
+    target: Float[Array, "M M"],
+    *,
+    beta: ArrayLike,
+    scale: ArrayLike = 1.0,
+) -> Representation:
+    r"""The weights with which attention attains any target [thm:perfect_kernel].
+
+    With features :math:`X'` (one a row here, one a column in the paper) and a left
+    inverse :math:`X^\dagger` of the paper's, :math:`W_K = X^\dagger` and :math:`W_Q =
+    \beta^{-1} \log(P D_0) X^\dagger` give
+
+    .. math:: \mathrm{softmax}(\beta (W_K X')^\top W_Q X') = P
+
+    over each column: column `j` holds the weights of query `j` over the keys. The
+    theorem assumes orthonormal features, a minimiser of the deep-learning separation
+    loss; that they are linearly independent is enough (and its `M <= d` is `M <= D`).
+
+    Args:
+      features: `Phi` of the patterns, one a row, linearly independent.
+      target: `P`, positive, each column summing to one.
+      beta: inverse temperature, positive.
+      scale: diagonal of :math:`D_0`, one number or `(M,)`, positive; of no effect on
+        `P`.
+
+    Returns:
+      `Representation`.
+
+    Raises:
+      ValueError: if there are more features than dimensions, they are dependent, the
+        target is not positive and column-stochastic, or shapes do not fit.
+    """
+    features, target = as_floating(features, "features"), as_floating(target, "target")
+    if features.ndim != 2 or 0 in features.shape:
+        raise ValueError(f"features must have shape (M, D), got {features.shape}")
+    count, dimension = features.shape
+    if target.shape != (count, count):
+        raise ValueError(
+            f"target must have shape {(count, count)} for {count} features, got "
+            f"{target.shape}"
+        )
+    if count > dimension:
+        raise ValueError(
+            f"features must be linearly independent: {count} are more than their "
+            f"dimension {dimension}"
+        )
+    dtype = working_dtype(jnp.zeros((), wider_dtype(features, target)))
+    features, target = features.astype(dtype), target.astype(dtype)
+    check_finite("features", features)
+    check_positive("target", target)
+    beta = as_scalar("beta", beta, dtype)
+    check_positive("scale", scale)
+    scale = jnp.broadcast_to(jnp.asarray(scale).astype(dtype), (count,))
+    if not is_traced(target):
+        sums = target.sum(0)
+        worst = sums[jnp.argmax(jnp.abs(sums - 1))]
+        if abs(float(worst) - 1) > float(jnp.finfo(dtype).eps) ** 0.5:
+            raise ValueError(f"columns of target must sum to 1, got {float(worst)}")
+    if not is_traced(features):
+        rank = int(np.linalg.matrix_rank(np.asarray(features)))
+        if rank < count:
+            raise ValueError(
+                f"features must be linearly independent: {count} have rank {rank}"
+            )
+    inverse = jnp.linalg.pinv(features.T)
+    # log P + log D_0, not log(P D_0): a huge or tiny scale must not overflow.
+    logits = (jnp.log(target) + jnp.log(scale)[None]) / beta
+    queries = jnp.matmul(logits, inverse, precision=lax.Precision.HIGHEST)
+    return Representation(inverse, queries)
+
+
+def gradient_descent_bound(
+    distance: ArrayLike, *, step_size: ArrayLike, steps: int
+) -> Float[Array, "*shape"]:
+    r"""Gap of gradient descent on a smooth convex function [lem:converge-gd].
+
+    :math:`f(x_k) - f(x^\star) \le \|x_0 - x^\star\|^2 / (2 \gamma k)`, for a convex `f`
+    with a `G`-Lipschitz gradient and :math:`\gamma \le 1/G`. It does *not* apply to the
+    separation loss, for which the paper states it: :math:`L(W) = L(-W)` and :math:`L(0)
+    = 0` is the maximum, so that `L` is not convex.
+
+    Args:
+      distance: :math:`\|x_0 - x^\star\|`, at least zero.
+      step_size: :math:`\gamma`, positive.
+      steps: `k`, at least 1.
+
+    Returns:
+      The bound.
+
+    Raises:
+      ValueError: if an argument is out of range.
+    """
+    check_at_least("distance", distance, 0.0)
+    check_positive("step_size", step_size)
+    check_count("steps", steps, 1)
+    distance = as_floating(distance, "distance")
+    return distance**2 / (2 * jnp.asarray(step_size).astype(distance.dtype) * steps)
