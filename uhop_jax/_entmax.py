@@ -1,0 +1,218 @@
+r"""Entmax for every alpha, without sorting, and its derivatives in closed form.
+
+With :math:`e = \alpha - 1` and :math:`u = z - \max z \le 0` the weights are
+
+.. math:: p_i = \exp_e(u_i - s), \qquad \exp_e(x) = (1 + e x)_+^{1/e}
+
+(:math:`\exp x` at `e = 0`), where `s >= 0` makes them sum to one. This is `tau = e s -
+1` of Peters et al. 2019, in the variable that stays accurate as `alpha` tends to 1.
+Overlaps are float32 or float64, those of masked entries `-inf`; `alpha` broadcasts
+against them.
+"""
+
+import enum
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array
+
+# From this length on, the root is first bounded on the maxima of blocks of the row.
+_BLOCKED_LENGTH = 2048
+_BLOCKS = 256
+_MAX_STEPS = 128
+
+
+class Power(enum.IntEnum):
+    """How `b^(1/e)` is computed; all but GENERAL need no transcendental function."""
+
+    GENERAL = 0
+    SQUARE = 1  # alpha = 1.5
+    LINEAR = 2  # alpha = 2
+
+
+def _exp_and_slope(u: Array, s: Array, e: Array, power: Power) -> tuple[Array, Array]:
+    """`p = exp_e(u - s)` and its derivative `p^(1 - e)`, both zero off the support."""
+    if power is Power.LINEAR:
+        p = jnp.maximum(u - (s - 1.0), 0.0)
+        return p, jnp.ceil(p)  # 0 or 1; unlike a comparison, it vectorises
+    if power is Power.SQUARE:
+        root = jnp.maximum(0.5 * u - (0.5 * s - 1.0), 0.0)
+        return root * root, root
+    x = u - s
+    inside = 1.0 + e * x > 0
+    safe_e = jnp.where(e == 0, 1.0, e)
+    log_p = jnp.where(e == 0, x, jnp.log1p(jnp.where(inside, e * x, 0.0)) / safe_e)
+    p = jnp.where(inside, jnp.exp(log_p), 0.0)
+    return p, jnp.where(inside, p / (1.0 + e * x), 0.0)
+
+
+def _log_sum(f: Array, e: Array) -> Array:
+    """`(1 - f^-e) / e`, which is `log f` at e = 0."""
+    safe_e = jnp.where(e == 0, 1.0, e)
+    return jnp.where(e == 0, jnp.log(f), -jnp.expm1(-e * jnp.log(f)) / safe_e)
+
+
+def _root(u: Array, e: Array, start: Array, power: Power | Array) -> Array:
+    """The `s >= start` at which the weights of each row sum to one, `(..., 1)`.
+
+    Newton's method on `f^e`, `f` the sum of the weights, which is convex and decreasing
+    in `s` for `e <= 1`: the iterates climb to the root and never pass it. For `e > 1`
+    it is not convex and the bracket is halved instead. A row that is done stays as it
+    is, so that it does not depend on the other rows.
+    """
+    length = u.shape[-1]
+    eps = float(jnp.finfo(u.dtype).eps)
+    tolerance = eps * (4.0 + 0.25 * length**0.5)
+    e_rows = jnp.broadcast_to(e, start.shape)
+    convex = e_rows <= 1
+    # Were all entries equal to the largest, the root would be this; it is never larger.
+    upper = jnp.maximum(_log_sum(jnp.full_like(start, length), e_rows), start)
+
+    def sums(s: Array, power: Power) -> tuple[Array, Array]:
+        p, slope = _exp_and_slope(u, s, e, power)
+        return p.sum(-1, keepdims=True), slope.sum(-1, keepdims=True)
+
+    def body(carry):
+        low, high, s, active, step = carry
+        f, slope = _switch(power, functools.partial(sums, s))
+        above = f > 1
+        low = jnp.where(active & above, s, low)
+        high = jnp.where(active & ~above, s, high)
+        newton = s + f * _log_sum(f, e_rows) / jnp.where(slope == 0, 1.0, slope)
+        target = jnp.where(convex, jnp.minimum(newton, upper), 0.5 * (low + high))
+        moving = jnp.where(convex, (f - 1 > tolerance) & (target > s), target != s)
+        active = active & moving
+        return low, high, jnp.where(active, target, s), active, step + 1
+
+    def unfinished(carry):
+        *_, active, step = carry
+        return jnp.any(active) & (step < _MAX_STEPS)
+
+    active = jnp.full(start.shape, True)
+    carry = (start, upper, start, active, 0)
+    return lax.while_loop(unfinished, body, carry)[2]
+
+
+def _switch(power: Power | Array, function):
+    """Calls `function(power)`, choosing at run time if `power` is an array."""
+    if isinstance(power, Power):
+        return function(power)
+    return lax.switch(power, [functools.partial(function, p) for p in Power])
+
+
+def _run_time_power(e: Array) -> Array:
+    square, linear = jnp.all(e == 0.5), jnp.all(e == 1)
+    return jnp.where(linear, Power.LINEAR, jnp.where(square, Power.SQUARE, 0))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
+    """Weights of `alpha`-entmax, with an `alpha` that broadcasts against `z`.
+
+    `power` fixes the arithmetic; None chooses it when the value of `alpha` is known.
+    """
+    e = (alpha - 1).astype(z.dtype)
+    if z.shape[-1] == 0:
+        return z
+    mode = _run_time_power(e) if power is None else power
+    top = jnp.max(z, axis=-1, keepdims=True)
+    # XLA may fuse the product that made `z` into the difference and round it once only:
+    # that of the largest must stay exactly zero, else one-hot weights are not.
+    safe_top = jnp.where(top == -jnp.inf, 0.0, top)
+    u = jnp.where((z == top) & (top > -jnp.inf), 0.0, z - safe_top)
+    start = jnp.zeros_like(top)
+    if z.shape[-1] >= _BLOCKED_LENGTH:
+        # A part of the entries has a smaller sum, hence a smaller root: a lower bound
+        # that costs little, and mostly the right support already.
+        size = z.shape[-1] // _BLOCKS
+        blocks = u[..., : _BLOCKS * size].reshape(*u.shape[:-1], _BLOCKS, size).max(-1)
+        start = _root(blocks, e, start, mode)
+    s = _root(u, e, start, mode)
+    p = _switch(mode, lambda power: _exp_and_slope(u, s, e, power)[0])
+    # For alpha > 2 an ulp of the root is much more than an ulp of a weight.
+    total = p.sum(-1, keepdims=True)
+    steep = (e > 1) & (total > 0)
+    p = jnp.where(steep, p / jnp.where(steep, total, 1.0), p)
+    return jnp.where(jnp.isnan(e), e, p)
+
+
+@functools.partial(entmax_weights.defjvp, symbolic_zeros=True)
+def _entmax_jvp(power, primals, tangents):
+    z, alpha = primals
+    dz, dalpha = tangents
+    p = entmax_weights(z, alpha, power)
+    e = (alpha - 1).astype(p.dtype)
+    log_p = jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
+    cap = 0.5 * math.log(float(jnp.finfo(p.dtype).max))
+    mode = _run_time_power(e) if power is None else power
+    slope = _switch(mode, functools.partial(_support_power, p, log_p, e, cap))
+    total = slope.sum(-1, keepdims=True)
+    share = slope / jnp.where(total > 0, total, 1.0)
+    dp = jnp.zeros_like(p)
+    if not isinstance(dz, SymbolicZero):
+        dz = jnp.where(p > 0, dz, 0.0)
+        dp += slope * (dz - (share * dz).sum(-1, keepdims=True))
+    if not isinstance(dalpha, SymbolicZero):
+        # At a fixed x = u - s, d log(p)/d alpha = -log(p)^2 phi(e log p).
+        direct = -p * log_p**2 * _phi(e * log_p)
+        shift = share * direct.sum(-1, keepdims=True)
+        dp += (direct - shift) * jnp.asarray(dalpha).astype(p.dtype)
+    return p, dp
+
+
+def _support_power(p, log_p, e, cap, power: Power) -> Array:
+    """`p^(2 - alpha)` on the support, zero off it."""
+    if power is Power.LINEAR:
+        return (p > 0).astype(p.dtype)
+    if power is Power.SQUARE:
+        return jnp.sqrt(jnp.where(p > 0, p, 1.0)) * jnp.where(p > 0, 1.0, 0.0)
+    return jnp.where(p > 0, jnp.exp(jnp.minimum((1 - e) * log_p, cap)), 0.0)
+
+
+def _phi(y: Array) -> Array:
+    """`(exp(-y) - 1 + y) / y^2` for `y <= 0`, by its series near zero."""
+    small = jnp.abs(y) < 0.5
+    series = jnp.zeros_like(y)
+    for k in range(15, 1, -1):  # sum_k (-y)^(k-2) / k!, by Horner's rule
+        series = 1.0 + series * (-y) / (k + 1)
+    far = jnp.where(small, -1.0, y)
+    return jnp.where(small, 0.5 * series, (jnp.expm1(-far) + far) / far**2)
+
+
+@jax.custom_jvp
+def entmax_conjugate(z: Array, alpha: Array) -> Array:
+    p = entmax_weights(z, alpha, None)
+    top = jnp.max(z, axis=-1, initial=-jnp.inf)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    u = jnp.where(p > 0, z - top[..., None], 0.0)
+    return top + (p * u).sum(-1) - _negative_entropy(p, alpha)
+
+
+@entmax_conjugate.defjvp
+def _entmax_conjugate_jvp(primals, tangents):
+    (z, alpha), (dz, dalpha) = primals, tangents
+    p = entmax_weights(z, alpha, None)
+    _, domega = jax.jvp(lambda a: _negative_entropy(p, a), (alpha,), (dalpha,))
+    dz = jnp.where(p > 0, dz, 0.0)
+    return entmax_conjugate(z, alpha), (p * dz).sum(-1) - domega
+
+
+def _negative_entropy(p: Array, alpha: Array) -> Array:
+    r"""Tsallis :math:`\Omega_\alpha(p)`, see `Entmax`; its limit at `alpha = 1`."""
+    alpha = alpha.astype(p.dtype)
+    e = alpha - 1
+    log_p = jnp.log(jnp.where(p > 0, p, 1.0))
+    # p (p^e - 1) / e = p log(p) (1 - exp(y)) / -y with y = e log p; smooth at e = 0.
+    return (p * log_p * _expm1_ratio(e * log_p) / alpha).sum(-1)
+
+
+def _expm1_ratio(y: Array) -> Array:
+    """`(exp(y) - 1) / y`, smooth at zero."""
+    small = jnp.abs(y) < 1e-3
+    far = jnp.where(small, 1.0, y)
+    series = 1.0 + y / 2 * (1.0 + y / 3 * (1.0 + y / 4 * (1.0 + y / 5)))
+    return jnp.where(small, series, jnp.expm1(far) / far)
