@@ -21,7 +21,6 @@ precision sums in float32.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,21 +29,15 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import (
-    as_floating,
-    broadcast_rows,
     check_count,
-    check_finite,
     check_positive,
-    wider_dtype,
     working_dtype,
 )
-from uhop_jax._products import weigh
-from uhop_jax.separation import SEPARATIONS, Separation, Softmax
+from uhop_jax._rows import Model, Row, model_of, over_rows
+from uhop_jax.separation import Separation, Softmax
 from uhop_jax.similarity import (
     Dot,
     Similarity,
-    check_observed,
-    check_patterns,
 )
 
 
@@ -127,7 +120,7 @@ def retrieve(
       ValueError: if an argument is out of range, or shapes do not fit.
     """
     check_count("steps", steps, 1)
-    model = _model(
+    model = model_of(
         memories, query, beta, separation, similarity, values, mask, observed
     )
     if steps > 1 and model.similarity.kernel is not None:
@@ -175,7 +168,7 @@ def converge(
       ValueError: if an argument is out of range, or shapes do not fit.
     """
     check_count("max_steps", max_steps, 1)
-    model = _model(
+    model = model_of(
         memories, query, beta, separation, similarity, values, mask, observed
     )
     _check_iterable(model.similarity)
@@ -215,7 +208,9 @@ def trajectory(
       ValueError: if an argument is out of range, or shapes do not fit.
     """
     check_count("steps", steps, 1)
-    model = _model(memories, query, beta, separation, similarity, None, mask, observed)
+    model = model_of(
+        memories, query, beta, separation, similarity, None, mask, observed
+    )
     _check_iterable(model.similarity)
     return _trajectory(model, steps)
 
@@ -253,7 +248,9 @@ def energy(
     Raises:
       ValueError: if the model has no energy, or as in `retrieve`.
     """
-    model = _model(memories, query, beta, separation, similarity, None, mask, observed)
+    model = model_of(
+        memories, query, beta, separation, similarity, None, mask, observed
+    )
     if not has_energy(model.separation, model.similarity):
         raise ValueError(
             f"no energy is known that {_name(model.similarity)} with "
@@ -271,101 +268,6 @@ def has_energy(separation: Separation, similarity: Similarity) -> bool:
     )
 
 
-class _Model(NamedTuple):
-    """All arguments, checked and converted; see the module docstring for shapes."""
-
-    memories: Array
-    query: Array
-    values: Array | None
-    mask: Array | None
-    observed: Array | None
-    beta: Array
-    separation: Separation
-    similarity: Similarity
-
-
-# Trailing axes of each row-wise argument; the axes before them are the rows.
-_ROW_AXES = {"query": 1, "mask": 1, "observed": 1, "beta": 0, "separation": 0}
-
-
-def _model(
-    memories, query, beta, separation, similarity, values, mask, observed
-) -> _Model:
-    if not isinstance(separation, Separation):
-        raise ValueError(
-            f"separation must be one of {', '.join(c.__name__ for c in _CLASSES)}, "
-            f"got {separation!r}"
-        )
-    separation.check()
-    memories = as_floating(memories, "memories")
-    query = as_floating(query, "query")
-    while memories.ndim > 2 and memories.shape[0] == 1:
-        memories = memories[0]
-        values = values if values is None else values[0]
-    check_patterns(memories, query, similarity)
-    sets = memories.shape[:-2]
-    if sets and query.shape[: len(sets)] != sets or query.ndim <= len(sets):
-        raise ValueError(
-            f"memories of shape {memories.shape} are {sets} memory sets, so query must "
-            f"have shape ({', '.join(map(str, sets))}, ..., d), got {query.shape}"
-        )
-    kernel = similarity.kernel
-    if kernel is not None and kernel.set_axes not in (0, len(sets)):
-        raise ValueError(
-            f"kernel has {kernel.set_axes} axes of memory sets, memories have "
-            f"{len(sets)}"
-        )
-    rows = query.shape[:-1]
-    dtype = wider_dtype(memories, query)
-    if values is not None:
-        values = as_floating(values, "values")
-        if values.ndim < 2 or values.shape[:-1] != memories.shape[:-1]:
-            raise ValueError(
-                f"values have shape {values.shape}, memories {memories.shape}: all "
-                "axes but the last must agree"
-            )
-        dtype = wider_dtype(memories, query, values)
-        values = values.astype(dtype)
-        check_finite("values", values, _used(mask, sets))
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        if mask.dtype != jnp.bool_:
-            raise ValueError(
-                "mask must be boolean (true for valid memories), got dtype "
-                f"{mask.dtype}"
-            )
-        broadcast_rows("mask", mask, (*rows, memories.shape[-2]))
-    observed = check_observed(observed, query)
-    check_positive("beta", beta)
-    beta = jnp.asarray(beta).astype(working_dtype(jnp.zeros((), dtype)))
-    broadcast_rows("beta", beta, rows)
-    for leaf in jax.tree.leaves(separation):
-        broadcast_rows("alpha", leaf, rows)
-    check_finite("memories", memories, _used(mask, sets))
-    check_finite("query", query, observed)
-    separation = jax.tree.map(jnp.asarray, separation)
-    return _Model(
-        memories.astype(dtype),
-        query.astype(dtype),
-        values,
-        mask,
-        observed,
-        beta,
-        separation,
-        similarity,
-    )
-
-
-def _used(mask: Any, sets: tuple[int, ...]) -> Any:
-    """Which entries of the memories some query may use `(sets, M, 1)`."""
-    if mask is None:
-        return None
-    mask = jnp.asarray(mask)
-    if mask.ndim <= len(sets) + 1:
-        return mask[..., None]
-    return mask.any(axis=tuple(range(len(sets), mask.ndim - 1)))[..., None]
-
-
 def _check_iterable(similarity: Similarity) -> None:
     kernel = similarity.kernel
     if kernel is not None and not kernel.has_energy:
@@ -381,148 +283,27 @@ def _name(x: Any) -> str:
     return f"{type(x).__name__}{inner}"
 
 
-class _Row(NamedTuple):
-    """One query and its memory set, with the updates that act on the state `y`."""
-
-    keys: Array
-    values: Array
-    broken: Array | None
-    model: _Model
-
-    def weights(self, y: Array) -> Array:
-        return self.model.separation(self._scaled(y), where=self.model.mask)
-
-    def update(self, y: Array) -> Array:
-        similarity, observed = self.model.similarity, self.model.observed
-        new = similarity.combine(self.keys, self.weights(y), observed)
-        return new.astype(y.dtype)
-
-    def energy(self, y: Array) -> Array:
-        z = self._scaled(y)
-        conjugate = self.model.separation.conjugate(z, where=self.model.mask)
-        own = self.model.similarity.self_energy(y).astype(z.dtype)
-        return own - conjugate / self.model.beta.astype(z.dtype)
-
-    def start(self) -> Array:
-        y = self.model.similarity.state(self.model.query, self.model.observed)
-        return y.astype(working_dtype(y))
-
-    def read_out(self, y: Array) -> Retrieval:
-        weights = self.weights(y)
-        dtype = self.values.dtype
-        return Retrieval(
-            weigh(weights, self.values).astype(dtype), weights.astype(dtype)
-        )
-
-    def _scaled(self, y: Array) -> Array:
-        z = self.model.similarity.compare(self.keys, y, self.model.observed)
-        if self.broken is not None:  # reaches the result only where it is not masked
-            z = jnp.where(self.broken, jnp.nan, z)
-        return self.model.beta.astype(z.dtype) * z
-
-
-def _over_rows(model: _Model, function: Callable[[_Row], Any]) -> Any:
-    """Maps `function` over memory sets, then over queries; shared parts stay so."""
-    if model.memories.ndim > 2:
-        stacked = (
-            model.similarity.kernel is not None and model.similarity.kernel.set_axes
-        )
-        shared = {"memories": 0, "values": 0, "similarity": 0 if stacked else None}
-        return _over_axis(model, shared, lambda m: _over_rows(m, function), False)
-
-    memories = model.memories
-    values = memories if model.values is None else model.values
-    broken = None
-    if model.mask is not None:
-        fine = jnp.isfinite(memories).all(-1) & jnp.isfinite(values).all(-1)
-        memories = jnp.where(fine[:, None], memories, 0.0)
-        values = jnp.where(fine[:, None], values, 0.0)
-        broken = ~fine
-    similarity = model.similarity
-    local = (
-        model.observed is not None
-        and similarity.kernel is not None
-        and similarity.kernel.local
-    )
-    keys = memories if local else similarity.keys(memories)
-
-    def rows(model: _Model) -> Any:
-        if model.query.ndim > 1:
-            return _over_axis(model, {}, rows, sequential=local)
-        own = similarity.keys(memories, model.observed) if local else keys
-        return function(_Row(own, values, broken, model))
-
-    return rows(model)
-
-
-def _over_axis(
-    model: _Model,
-    axes: dict[str, int | None],
-    function: Callable[[_Model], Any],
-    sequential: bool,
-) -> Any:
-    """Maps over the first axis of the query, and over that axis of all that has it."""
-    depth, size = model.query.ndim - 1, model.query.shape[0]
-
-    def split(leaf: Array, trailing: int) -> tuple[Array, int | None]:
-        if leaf.ndim - trailing < depth:
-            return leaf, None
-        if leaf.shape[0] == 1 and size != 1:
-            return leaf[0], None
-        return leaf, 0
-
-    in_axes: dict[str, Any] = {name: axes.get(name) for name in _Model._fields}
-    for name, trailing in _ROW_AXES.items():
-        leaves, structure = jax.tree.flatten(getattr(model, name))
-        pairs = [split(leaf, trailing) for leaf in leaves]
-        model = model._replace(
-            **{name: jax.tree.unflatten(structure, [leaf for leaf, _ in pairs])}
-        )
-        in_axes[name] = tuple(axis for _, axis in pairs)
-
-    # `vmap` wants a tree of axes, `lax.map` only what is mapped: flatten for both.
-    flat_axes = []
-    for name in _Model._fields:
-        count = len(jax.tree.leaves(getattr(model, name)))
-        axis = in_axes[name]
-        flat_axes += list(axis) if isinstance(axis, tuple) else [axis] * count
-    leaves, structure = jax.tree.flatten(model)
-    mapped = [leaf for leaf, axis in zip(leaves, flat_axes, strict=True) if axis == 0]
-
-    def call(parts: list[Array]) -> Any:
-        rest = iter(parts)
-        whole = [
-            next(rest) if axis == 0 else leaf
-            for leaf, axis in zip(leaves, flat_axes, strict=True)
-        ]
-        return function(jax.tree.unflatten(structure, whole))
-
-    if sequential:  # a key matrix for each row: bounded memory
-        return lax.map(call, mapped, batch_size=8 if depth == 1 else None)
-    return jax.vmap(call)(mapped)
-
-
 @functools.partial(jax.jit, static_argnames="steps")
-def _retrieve(model: _Model, steps: int) -> Retrieval:
-    def run(row: _Row) -> Retrieval:
+def _retrieve(model: Model, steps: int) -> Retrieval:
+    def run(row: Row) -> Retrieval:
         y = row.start()
         if steps > 1:
             y, _ = lax.scan(
                 lambda y, _: (row.update(y), None), y, None, length=steps - 1
             )
-        return row.read_out(y)
+        return Retrieval(*row.read_out(y))
 
-    return _over_rows(model, run)
+    return over_rows(model, run)
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def _trajectory(model: _Model, steps: int) -> Trajectory:
+def _trajectory(model: Model, steps: int) -> Trajectory:
     known = has_energy(model.separation, model.similarity)
 
-    def run(row: _Row) -> Trajectory:
+    def run(row: Row) -> Trajectory:
         def step(y: Array, _: None) -> tuple[Array, Any]:
             new = row.update(y)
-            return new, (row.read_out(y).state, row.energy(new) if known else None)
+            return new, (row.read_out(y)[0], row.energy(new) if known else None)
 
         y = row.start()
         first = row.energy(y) if known else None
@@ -532,19 +313,19 @@ def _trajectory(model: _Model, steps: int) -> Trajectory:
             energies = jnp.concatenate([jnp.asarray(first)[None], energies])
         return Trajectory(states, energies)
 
-    return _over_rows(model, run)
+    return over_rows(model, run)
 
 
 @jax.jit
-def _energy(model: _Model) -> Array:
-    return _over_rows(model, lambda row: row.energy(row.start()))
+def _energy(model: Model) -> Array:
+    return over_rows(model, lambda row: row.energy(row.start()))
 
 
 @functools.partial(jax.jit, static_argnames="max_steps")
-def _converge(model: _Model, max_steps: int, tolerance: ArrayLike) -> Convergence:
+def _converge(model: Model, max_steps: int, tolerance: ArrayLike) -> Convergence:
     known = has_energy(model.separation, model.similarity)
 
-    def run(row: _Row) -> Convergence:
+    def run(row: Row) -> Convergence:
         def residual(y: Array) -> Array:
             return row.update(y) - y
 
@@ -564,7 +345,7 @@ def _converge(model: _Model, max_steps: int, tolerance: ArrayLike) -> Convergenc
             converged > 0,
         )
 
-    return _over_rows(model, run)
+    return over_rows(model, run)
 
 
 def _iterate(cap: int, tolerance: ArrayLike, residual, y: Array):
@@ -598,6 +379,3 @@ def _solve_linear(linear, right: Array) -> Array:
         return solver(matvec, right, tol=tolerance, maxiter=200)[0]
 
     return lax.custom_linear_solve(linear, right, solve, transpose_solve=solve)
-
-
-_CLASSES = tuple(SEPARATIONS.values())

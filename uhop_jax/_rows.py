@@ -1,0 +1,243 @@
+"""A retrieval as arrays: arguments checked once, then mapped over sets and queries.
+
+`Model` holds all arguments of a retrieval (shapes as in `uhop_jax.retrieval`), `Row`
+one query and its memory set. `over_rows` maps a function of a row over the leading axes
+and shares what rows share: nothing is tiled.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from uhop_jax._checks import (
+    as_floating,
+    broadcast_rows,
+    check_finite,
+    check_positive,
+    wider_dtype,
+    working_dtype,
+)
+from uhop_jax._products import weigh
+from uhop_jax.separation import SEPARATIONS, Separation
+from uhop_jax.similarity import Similarity, check_observed, check_patterns
+
+_CLASSES = tuple(SEPARATIONS.values())
+
+
+class Model(NamedTuple):
+    """All arguments, checked and converted; see the module docstring for shapes."""
+
+    memories: Array
+    query: Array
+    values: Array | None
+    mask: Array | None
+    observed: Array | None
+    beta: Array
+    separation: Separation
+    similarity: Similarity
+
+
+# Trailing axes of each row-wise argument; the axes before them are the rows.
+_ROW_AXES = {"query": 1, "mask": 1, "observed": 1, "beta": 0, "separation": 0}
+
+
+def model_of(
+    memories, query, beta, separation, similarity, values, mask, observed
+) -> Model:
+    if not isinstance(separation, Separation):
+        raise ValueError(
+            f"separation must be one of {', '.join(c.__name__ for c in _CLASSES)}, "
+            f"got {separation!r}"
+        )
+    separation.check()
+    memories = as_floating(memories, "memories")
+    query = as_floating(query, "query")
+    while memories.ndim > 2 and memories.shape[0] == 1:
+        memories = memories[0]
+        values = values if values is None else values[0]
+    check_patterns(memories, query, similarity)
+    sets = memories.shape[:-2]
+    if sets and query.shape[: len(sets)] != sets or query.ndim <= len(sets):
+        raise ValueError(
+            f"memories of shape {memories.shape} are {sets} memory sets, so query must "
+            f"have shape ({', '.join(map(str, sets))}, ..., d), got {query.shape}"
+        )
+    kernel = similarity.kernel
+    if kernel is not None and kernel.set_axes not in (0, len(sets)):
+        raise ValueError(
+            f"kernel has {kernel.set_axes} axes of memory sets, memories have "
+            f"{len(sets)}"
+        )
+    rows = query.shape[:-1]
+    dtype = wider_dtype(memories, query)
+    if values is not None:
+        values = as_floating(values, "values")
+        if values.ndim < 2 or values.shape[:-1] != memories.shape[:-1]:
+            raise ValueError(
+                f"values have shape {values.shape}, memories {memories.shape}: all "
+                "axes but the last must agree"
+            )
+        dtype = wider_dtype(memories, query, values)
+        values = values.astype(dtype)
+        check_finite("values", values, _used(mask, sets))
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if mask.dtype != jnp.bool_:
+            raise ValueError(
+                "mask must be boolean (true for valid memories), got dtype "
+                f"{mask.dtype}"
+            )
+        broadcast_rows("mask", mask, (*rows, memories.shape[-2]))
+    observed = check_observed(observed, query)
+    check_positive("beta", beta)
+    beta = jnp.asarray(beta).astype(working_dtype(jnp.zeros((), dtype)))
+    broadcast_rows("beta", beta, rows)
+    for leaf in jax.tree.leaves(separation):
+        broadcast_rows("alpha", leaf, rows)
+    check_finite("memories", memories, _used(mask, sets))
+    check_finite("query", query, observed)
+    separation = jax.tree.map(jnp.asarray, separation)
+    return Model(
+        memories.astype(dtype),
+        query.astype(dtype),
+        values,
+        mask,
+        observed,
+        beta,
+        separation,
+        similarity,
+    )
+
+
+def _used(mask: Any, sets: tuple[int, ...]) -> Any:
+    """Which entries of the memories some query may use `(sets, M, 1)`."""
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.ndim <= len(sets) + 1:
+        return mask[..., None]
+    return mask.any(axis=tuple(range(len(sets), mask.ndim - 1)))[..., None]
+
+
+class Row(NamedTuple):
+    """One query and its memory set, with the updates that act on the state `y`."""
+
+    keys: Array
+    values: Array
+    broken: Array | None
+    model: Model
+
+    def weights(self, y: Array) -> Array:
+        return self.model.separation(self._scaled(y), where=self.model.mask)
+
+    def update(self, y: Array) -> Array:
+        similarity, observed = self.model.similarity, self.model.observed
+        new = similarity.combine(self.keys, self.weights(y), observed)
+        return new.astype(y.dtype)
+
+    def energy(self, y: Array) -> Array:
+        z = self._scaled(y)
+        conjugate = self.model.separation.conjugate(z, where=self.model.mask)
+        own = self.model.similarity.self_energy(y).astype(z.dtype)
+        return own - conjugate / self.model.beta.astype(z.dtype)
+
+    def start(self) -> Array:
+        y = self.model.similarity.state(self.model.query, self.model.observed)
+        return y.astype(working_dtype(y))
+
+    def read_out(self, y: Array) -> tuple[Array, Array]:
+        """The pattern retrieved and the weights over the memories."""
+        weights = self.weights(y)
+        dtype = self.values.dtype
+        return weigh(weights, self.values).astype(dtype), weights.astype(dtype)
+
+    def _scaled(self, y: Array) -> Array:
+        z = self.model.similarity.compare(self.keys, y, self.model.observed)
+        if self.broken is not None:  # reaches the result only where it is not masked
+            z = jnp.where(self.broken, jnp.nan, z)
+        return self.model.beta.astype(z.dtype) * z
+
+
+def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:
+    """Maps `function` over memory sets, then over queries; shared parts stay so."""
+    if model.memories.ndim > 2:
+        stacked = (
+            model.similarity.kernel is not None and model.similarity.kernel.set_axes
+        )
+        shared = {"memories": 0, "values": 0, "similarity": 0 if stacked else None}
+        return _over_axis(model, shared, lambda m: over_rows(m, function), False)
+
+    memories = model.memories
+    values = memories if model.values is None else model.values
+    broken = None
+    if model.mask is not None:
+        fine = jnp.isfinite(memories).all(-1) & jnp.isfinite(values).all(-1)
+        memories = jnp.where(fine[:, None], memories, 0.0)
+        values = jnp.where(fine[:, None], values, 0.0)
+        broken = ~fine
+    similarity = model.similarity
+    local = (
+        model.observed is not None
+        and similarity.kernel is not None
+        and similarity.kernel.local
+    )
+    keys = memories if local else similarity.keys(memories)
+
+    def rows(model: Model) -> Any:
+        if model.query.ndim > 1:
+            return _over_axis(model, {}, rows, sequential=local)
+        own = similarity.keys(memories, model.observed) if local else keys
+        return function(Row(own, values, broken, model))
+
+    return rows(model)
+
+
+def _over_axis(
+    model: Model,
+    axes: dict[str, int | None],
+    function: Callable[[Model], Any],
+    sequential: bool,
+) -> Any:
+    """Maps over the first axis of the query, and over that axis of all that has it."""
+    depth, size = model.query.ndim - 1, model.query.shape[0]
+
+    def split(leaf: Array, trailing: int) -> tuple[Array, int | None]:
+        if leaf.ndim - trailing < depth:
+            return leaf, None
+        if leaf.shape[0] == 1 and size != 1:
+            return leaf[0], None
+        return leaf, 0
+
+    in_axes: dict[str, Any] = {name: axes.get(name) for name in Model._fields}
+    for name, trailing in _ROW_AXES.items():
+        leaves, structure = jax.tree.flatten(getattr(model, name))
+        pairs = [split(leaf, trailing) for leaf in leaves]
+        model = model._replace(
+            **{name: jax.tree.unflatten(structure, [leaf for leaf, _ in pairs])}
+        )
+        in_axes[name] = tuple(axis for _, axis in pairs)
+
+    # `vmap` wants a tree of axes, `lax.map` only what is mapped: flatten for both.
+    flat_axes = []
+    for name in Model._fields:
+        count = len(jax.tree.leaves(getattr(model, name)))
+        axis = in_axes[name]
+        flat_axes += list(axis) if isinstance(axis, tuple) else [axis] * count
+    leaves, structure = jax.tree.flatten(model)
+    mapped = [leaf for leaf, axis in zip(leaves, flat_axes, strict=True) if axis == 0]
+
+    def call(parts: list[Array]) -> Any:
+        rest = iter(parts)
+        whole = [
+            next(rest) if axis == 0 else leaf
+            for leaf, axis in zip(leaves, flat_axes, strict=True)
+        ]
+        return function(jax.tree.unflatten(structure, whole))
+
+    if sequential:  # a key matrix for each row: bounded memory
+        return lax.map(call, mapped, batch_size=8 if depth == 1 else None)
+    return jax.vmap(call)(mapped)
