@@ -50,12 +50,12 @@ from uhop_jax.similarity import (
 from uhop_jax.stage_one import (
     StageOne,
     fit,
-    fit_annealed,
     fit_sgd,
     gaussian_start,
     identity_start,
 )
 from uhop_jax.storage import load, save
+from uhop_jax.uhop_plus import fit_annealed
 
 __all__ = [
     "Calibration",

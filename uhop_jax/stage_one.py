@@ -3,9 +3,9 @@ r"""Stage I: learn the kernel that pushes the stored patterns apart.
 - `fit`: any Optax optimiser on `W` (Algorithm 1).
 - `fit_sgd`: gradient descent with any schedule and momentum, run on `M x M` matrices
   where that is cheaper. The same iterates, whatever `d` and `D`.
-- `fit_annealed`: a falling temperature and restarts (U-Hop+).
 
-Without iterations: `uhop_jax.closed_form`, `uhop_jax.likelihood`.
+With a falling temperature and restarts: `uhop_jax.uhop_plus`. Without iterations:
+`uhop_jax.closed_form`, `uhop_jax.likelihood`.
 
 All take one memory set `(M, d)` or a batch `(sets, M, d)`, fitted in one compiled call.
 Start kernels have the scale of the paper's `W ~ N(0, 1)`, under which :math:`K(u, v)`
@@ -207,69 +207,6 @@ def fit_sgd(
     return _over_sets(run, memories, start, t, jnp.asarray(marks, int), rates, momentum)
 
 
-def fit_annealed(
-    key: PRNGKeyArray,
-    memories: Float[Array, "*sets M d"],
-    *,
-    features: int | None = None,
-    steps: int = 1000,
-    restarts: int = 8,
-    t_range: tuple[float | int, float | int] = (1.0, 100.0),
-    learning_rate: ArrayLike = 0.05,
-) -> StageOne:
-    r"""U-Hop+ (Hu et al. 2024): the average loss with falling temperature and restarts.
-
-    On the sphere the loss of U-Hop+ at temperature `tau` is the average loss at `t = 1
-    / (2 tau)` up to a constant, and as `t` grows its minimisers become optimal
-    spherical codes. Adam runs from several Gaussian starts while `t` grows
-    geometrically; the result is the iterate with the largest `delta_min` of all. A
-    linear map can place the memories freely only if they are independent, so `M <= d`.
-
-    Only what `W` does to the span of the memories changes the loss, and `M` points span
-    `M` dimensions at most: the runs are on a matrix of at most `M x M`, whatever `d`
-    and `D` are, and the kernel found ignores what is orthogonal to every memory.
-
-    Args:
-      key: random key.
-      memories: stored patterns, one per row.
-      features: dimension `D` of the features, by default `d`; of more than `M`, `M`
-        are used.
-      steps: updates of each run.
-      restarts: independent runs, in one compiled call; the first begins at the memories
-        themselves if `features` leaves room for them.
-      t_range: first and last `t`.
-      learning_rate: Adam's first rate; it falls to zero along a cosine.
-
-    Returns:
-      `StageOne` with the best kernel and the histories of its run; the loss is at the
-      `t` of its step.
-
-    Raises:
-      ValueError: as in `fit`.
-    """
-    check_count("restarts", restarts, 1)
-    check_positive("t_range", t_range)
-    check_positive("learning_rate", learning_rate)
-    memories = as_floating(memories, "memories")
-    if memories.ndim < 2:
-        raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
-    d = memories.shape[-1]
-    sets = memories.shape[:-2]
-    keys = jax.random.split(key, (*sets, restarts))
-    features = d if features is None else features
-    check_count("features", features, 1)
-    check_count("steps", steps, 1)
-    check_memory_set(memories)
-    ts = jnp.geomspace(*t_range, steps + 1)
-
-    def run(memories: Array, keys: Array) -> StageOne:
-        return _fit_annealed(memories, keys, ts, learning_rate, features)
-
-    for _ in sets:
-        run = jax.vmap(run)
-    return run(memories.astype(working_dtype(memories)), keys)
-
-
 # --------------------------------------------------------------------------------------
 # Iterations
 # --------------------------------------------------------------------------------------
@@ -350,16 +287,12 @@ def _fit_weights(
     if center is not None:
         memories = memories - center[None]
 
-    def objective(weights: Array) -> tuple[Array, Array]:
-        gram = gram_matrix(contract(memories, weights))
-        return loss_of_gram(gram, loss, t), delta_min_of_gram(gram)
-
     def body(carry, step):
         weights, state, slots = carry
         slots = _record(slots, order, step, weights)
-        (value, delta), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
+        history, gradient = descend(memories, weights, loss, t)
         updates, state = optimizer.update(gradient, state, weights)
-        return (optax.apply_updates(weights, updates), state, slots), (value, delta)
+        return (optax.apply_updates(weights, updates), state, slots), history
 
     weights, order = start.weights, jnp.sort(marks)
     slots = jnp.zeros((kept, *weights.shape), weights.dtype)
@@ -373,7 +306,8 @@ def _fit_weights(
         centers = None if center is None else jnp.tile(center, (kept, 1))
         snapshots = LinearKernel(slots, centers)
     kernel = LinearKernel(weights, center)
-    return _result(kernel, snapshots, history, objective(weights))
+    last = descend(memories, weights, loss, t)[0]
+    return _result(kernel, snapshots, history, last)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -436,6 +370,18 @@ def _fit_gram(
     return _result(kernel(C), snapshots, history, objective(features(C)))
 
 
+def descend(
+    memories: Array, weights: Array, loss: Loss, t: Array
+) -> tuple[tuple[Array, Array], Array]:
+    """Loss and `delta_min` of `W`, and the gradient of the loss in `W (D, d)`."""
+    product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    features = contract(memories, weights)
+    gram = gram_matrix(features)
+    value, slope = jax.value_and_grad(loss_of_gram)(gram, loss, t)
+    gradient = product(product(slope + slope.T, features).T, memories)
+    return (value, delta_min_of_gram(gram)), gradient
+
+
 def _record(slots: Array, order: Array, step: ArrayLike, value: Array) -> Array:
     """Writes into the slot of the first mark not yet passed: each keeps its step."""
     if slots.shape[0] == 0:
@@ -461,68 +407,3 @@ def _result(
 def _unit_rows(weights: Array) -> Array:
     norm = jnp.sqrt((weights * weights).sum(-1, keepdims=True))
     return weights / jnp.where(norm == 0, 1.0, norm)
-
-
-@functools.partial(jax.jit, static_argnames="features")
-def _fit_annealed(
-    memories: Array, keys: Array, ts: Array, learning_rate: ArrayLike, features: int
-) -> StageOne:
-    basis, coordinates = jnp.linalg.qr(memories.T)  # (d, r) and (r, M)
-    memories = coordinates.T
-    M, r = memories.shape
-    D = min(features, M)
-
-    def start(key: Array, number: Array) -> Array:
-        gaussian = jax.random.normal(key, (D, r), memories.dtype)
-        first = (number == 0) & (D >= r)
-        return jnp.where(first, jnp.eye(D, r, dtype=memories.dtype), gaussian)
-
-    loss = Loss("average", True, "distinct")
-    steps = ts.shape[0] - 1
-    optimizer = optax.adam(1.0)
-    ts = ts.astype(memories.dtype)
-    fall = 0.5 + 0.5 * jnp.cos(jnp.pi * jnp.linspace(0.0, 1.0, steps, dtype=ts.dtype))
-    rates = learning_rate * fall
-
-    def objective(weights: Array, t: Array) -> tuple[Array, Array]:
-        gram = gram_matrix(contract(memories, weights))
-        return loss_of_gram(gram, loss, t), delta_min_of_gram(gram)
-
-    def run(weights: Array):
-        def body(carry, inputs):
-            weights, state, best, best_delta = carry
-            t, rate = inputs
-            (value, delta), gradient = jax.value_and_grad(objective, has_aux=True)(
-                weights, t
-            )
-            better = delta > best_delta
-            best = jnp.where(better, weights, best)
-            best_delta = jnp.where(better, delta, best_delta)
-            updates, state = optimizer.update(gradient, state)
-            weights = weights + rate * updates
-            # The loss ignores the scale of W; at a fixed scale a rate means one thing.
-            return (_unit(weights), state, best, best_delta), (value, delta)
-
-        weights = _unit(weights)
-        worst = jnp.asarray(-jnp.inf, ts.dtype)
-        carry = (weights, optimizer.init(weights), weights, worst)
-        (weights, _, best, best_delta), history = lax.scan(
-            body, carry, (ts[:-1], rates)
-        )
-        value, delta = objective(weights, ts[-1])
-        better = delta > best_delta
-        best = jnp.where(better, weights, best)
-        losses, deltas = (
-            jnp.concatenate([h, jnp.asarray(x)[None]])
-            for h, x in zip(history, (value, delta), strict=True)
-        )
-        return best, losses, deltas
-
-    def _unit(weights: Array) -> Array:
-        return weights / jnp.sqrt(jnp.mean(weights * weights))
-
-    starts = jax.vmap(start)(keys, jnp.arange(keys.shape[0]))
-    best, losses, deltas = jax.vmap(run)(starts)
-    winner = jnp.argmax(deltas.max(-1))
-    weights = jnp.matmul(best[winner], basis.T, precision=lax.Precision.HIGHEST)
-    return StageOne(LinearKernel(weights), losses[winner], deltas[winner])

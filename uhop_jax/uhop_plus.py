@@ -1,0 +1,146 @@
+"""U-Hop+: Stage I with a falling temperature and restarts.
+
+The average separation loss while its scale `t` grows, from several starts; the best
+iterate by `delta_min` is kept.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
+
+from uhop_jax._checks import (
+    as_floating,
+    check_count,
+    check_memory_set,
+    check_positive,
+    working_dtype,
+)
+from uhop_jax.kernels import LinearKernel
+from uhop_jax.losses import Loss
+from uhop_jax.stage_one import StageOne, descend
+
+
+def fit_annealed(
+    key: PRNGKeyArray,
+    memories: Float[Array, "*sets M d"],
+    *,
+    features: int | None = None,
+    steps: int = 1000,
+    restarts: int = 8,
+    t_range: tuple[float | int, float | int] = (1.0, 100.0),
+    learning_rate: ArrayLike = 0.05,
+) -> StageOne:
+    r"""U-Hop+ (Hu et al. 2024): the average loss with falling temperature and restarts.
+
+    On the sphere the loss of U-Hop+ at temperature `tau` is the average loss at `t = 1
+    / (2 tau)` up to a constant, and as `t` grows its minimisers become optimal
+    spherical codes. Adam runs from several Gaussian starts while `t` grows
+    geometrically; the result is the iterate with the largest `delta_min` of all. A
+    linear map can place the memories freely only if they are independent, so `M <= d`.
+
+    Only what `W` does to the span of the memories changes the loss, and `M` points span
+    `M` dimensions at most: the runs are on a matrix of at most `M x M`, whatever `d`
+    and `D` are, and the kernel found ignores what is orthogonal to every memory.
+
+    Args:
+      key: random key.
+      memories: stored patterns, one per row.
+      features: dimension `D` of the features, by default `d`; of more than `M`, `M`
+        are used.
+      steps: updates of each run.
+      restarts: independent runs, in one compiled call; the first begins at the memories
+        themselves if `features` leaves room for them.
+      t_range: first and last `t`.
+      learning_rate: Adam's first rate; it falls to zero along a cosine.
+
+    Returns:
+      `StageOne` with the best kernel and the histories of its run; the loss is at the
+      `t` of its step.
+
+    Raises:
+      ValueError: as in `fit`.
+    """
+    check_count("restarts", restarts, 1)
+    check_positive("t_range", t_range)
+    check_positive("learning_rate", learning_rate)
+    memories = as_floating(memories, "memories")
+    if memories.ndim < 2:
+        raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
+    d = memories.shape[-1]
+    sets = memories.shape[:-2]
+    keys = jax.random.split(key, (*sets, restarts))
+    features = d if features is None else features
+    check_count("features", features, 1)
+    check_count("steps", steps, 1)
+    check_memory_set(memories)
+    ts = jnp.geomspace(*t_range, steps + 1)
+
+    def run(memories: Array, keys: Array) -> StageOne:
+        return _fit_annealed(memories, keys, ts, learning_rate, features)
+
+    for _ in sets:
+        run = jax.vmap(run)
+    return run(memories.astype(working_dtype(memories)), keys)
+
+
+@functools.partial(jax.jit, static_argnames="features")
+def _fit_annealed(
+    memories: Array, keys: Array, ts: Array, learning_rate: ArrayLike, features: int
+) -> StageOne:
+    basis, coordinates = jnp.linalg.qr(memories.T)  # (d, r) and (r, M)
+    memories = coordinates.T
+    M, r = memories.shape
+    D = min(features, M)
+
+    def start(key: Array, number: Array) -> Array:
+        gaussian = jax.random.normal(key, (D, r), memories.dtype)
+        first = (number == 0) & (D >= r)
+        return jnp.where(first, jnp.eye(D, r, dtype=memories.dtype), gaussian)
+
+    loss = Loss("average", True, "distinct")
+    steps = ts.shape[0] - 1
+    optimizer = optax.adam(1.0)
+    ts = ts.astype(memories.dtype)
+    fall = 0.5 + 0.5 * jnp.cos(jnp.pi * jnp.linspace(0.0, 1.0, steps, dtype=ts.dtype))
+    rates = learning_rate * fall
+
+    def run(weights: Array):
+        def body(carry, inputs):
+            weights, state, best, best_delta = carry
+            t, rate = inputs
+            (value, delta), gradient = descend(memories, weights, loss, t)
+            better = delta > best_delta
+            best = jnp.where(better, weights, best)
+            best_delta = jnp.where(better, delta, best_delta)
+            updates, state = optimizer.update(gradient, state)
+            weights = weights + rate * updates
+            # The loss ignores the scale of W; at a fixed scale a rate means one thing.
+            return (_unit(weights), state, best, best_delta), (value, delta)
+
+        weights = _unit(weights)
+        worst = jnp.asarray(-jnp.inf, ts.dtype)
+        carry = (weights, optimizer.init(weights), weights, worst)
+        (weights, _, best, best_delta), history = lax.scan(
+            body, carry, (ts[:-1], rates)
+        )
+        (value, delta), _ = descend(memories, weights, loss, ts[-1])
+        better = delta > best_delta
+        best = jnp.where(better, weights, best)
+        losses, deltas = (
+            jnp.concatenate([h, jnp.asarray(x)[None]])
+            for h, x in zip(history, (value, delta), strict=True)
+        )
+        return best, losses, deltas
+
+    def _unit(weights: Array) -> Array:
+        return weights / jnp.sqrt(jnp.mean(weights * weights))
+
+    starts = jax.vmap(start)(keys, jnp.arange(keys.shape[0]))
+    best, losses, deltas = jax.vmap(run)(starts)
+    winner = jnp.argmax(deltas.max(-1))
+    weights = jnp.matmul(best[winner], basis.T, precision=lax.Precision.HIGHEST)
+    return StageOne(LinearKernel(weights), losses[winner], deltas[winner])
