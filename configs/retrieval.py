@@ -109,7 +109,7 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     # The start and the rate are those of the fair protocol; the others have their own.
     config.stage_one.start = "identity"  # or "gaussian", the paper's
     config.stage_one.rate = 0.03  # in units of the dimension: W moves by rate * d
-    config.stage_one.steps = (10, 30, 100)  # of which the best is chosen, as beta is
+    config.stage_one.steps = ()  # one kernel for each; none: the paper's, see `resolve`
     config.stage_one.ridges = (0.1, 1.0, 10.0, 100.0)  # of the closed form, likewise
 
     levels = config.corruption.levels

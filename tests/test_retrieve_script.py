@@ -14,6 +14,7 @@ import pytest
 from uhop_jax import Centering, data, experiments, save
 from uhop_jax.experiments import records, sweep
 from uhop_jax.experiments.methods import FAIR
+from uhop_jax.experiments.protocols import resolve
 
 ROOT = Path(__file__).parent.parent
 CONFIG = runpy.run_path(str(ROOT / "configs" / "retrieval.py"))
@@ -144,7 +145,13 @@ def test_results_of_another_run_are_left_alone(tmp_path):
     path = tmp_path / "results.csv"
     for text, message in [
         ("a,b\n1,2\n", "has columns a, b, this run writes data"),
+        ("", "has columns none, this run writes data"),
         (",".join(sweep.ABOUT | sweep.SCORES) + "\nx,fair\n", "is damaged"),
+        (
+            ",".join(sweep.ABOUT | sweep.SCORES)
+            + "\ndigits,fair,7.5,mask,0.5,MHM,,0,1,1,1,1\n",
+            "is damaged",
+        ),
         (
             ",".join(sweep.ABOUT | sweep.SCORES)
             + "\ndigits,fair,7,mask,0.5,MHM,,0,1,1,1,1\n",
@@ -173,7 +180,6 @@ def test_results_of_another_run_are_left_alone(tmp_path):
         ({"stage_one.t": -1.0}, "stage_one.t must be positive and finite, got -1.0"),
         ({"stage_one.rate": 0.0}, "stage_one.rate must be positive"),
         ({"stage_one.steps": (3, -1)}, "stage_one.steps must be at least 0, got -1"),
-        ({"stage_one.steps": ()}, "stage_one.steps must hold at least one number"),
         ({"stage_one.start": "warm"}, "choose one of gaussian, identity"),
         ({"variant": "other"}, "unknown variant 'other'; choose one of demo"),
     ],
@@ -182,6 +188,25 @@ def test_bad_config_is_refused_before_anything_is_written(tmp_path, changes, mes
     with pytest.raises(ValueError, match=message):
         experiments.run(get_config(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "protocol", "steps"),
+    [
+        ("capacity", "mnist", "paper", (100,)),
+        ("capacity", "cifar10", "reference", (500,)),
+        ("noise", "cifar10", "paper", (200,)),
+        ("capacity", "cifar10", "fair", (50, 150, 500)),
+    ],
+)
+def test_steps_left_open_are_those_of_the_paper(variant, name, protocol, steps):
+    config = CONFIG["get_config"](variant)
+    config.data.name, config.protocol = name, protocol
+    resolve(config.lock())
+    assert config.stage_one.steps == steps
+    config.stage_one.steps = (7,)
+    resolve(config)
+    assert config.stage_one.steps == (7,)
 
 
 def test_workdir_of_another_config_is_left_alone(tmp_path):
@@ -216,15 +241,17 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path):
     assert path.read_text() == "a\n1\n"
 
 
-def test_table_shows_means_and_deviations():
+def test_pivot_shows_means_and_deviations():
+    about = {"memories": 5, "corruption": "mask", "level": 0.5, "setting": ""}
     rows = [
-        {"name": "one", "x": 1.0, "y": ""},
-        {"name": "one", "x": 3.0, "y": ""},
-        {"name": "two", "x": 2.0, "y": 0.5},
+        about | {"method": "one", "run": 0, "x": 1.0},
+        about | {"method": "one", "run": 1, "x": 3.0},
+        about | {"method": "two", "run": 0, "x": 2.0, "level": 0.75},
     ]
-    lines = records.table(rows, "name", {"x ±": "x", "y": "y"}).splitlines()
+    lines = records.pivot(rows, "x").splitlines()
+    assert lines[0].split() == ["method", *"M=5 mask 0.5 M=5 mask 0.75".split()]
     assert lines[2].split() == ["one", "2", "±", "1.4", "-"]
-    assert lines[3].split() == ["two", "2", "0.5"]
+    assert lines[3].split() == ["two", "-", "2"]
     assert len({len(line) for line in lines}) == 1
 
 

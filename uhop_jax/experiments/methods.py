@@ -29,16 +29,14 @@ from uhop_jax.similarity import (
     Similarity,
 )
 from uhop_jax.stage_one import (
-    fit_annealed,
     fit_sgd,
     gaussian_start,
     identity_start,
 )
+from uhop_jax.uhop_plus import fit_annealed
 
 CALIBRATED, LIMIT = "calibrated", "limit"
 COPIES = 200_000  # corrupted component values that a likelihood kernel learns from
-
-
 SPARSEMAX = Entmax(2.0)  # sparsemax, by the program that serves every alpha
 OTHER = "other fixed similarities"
 
@@ -50,7 +48,7 @@ class Method(NamedTuple):
       name: as it stands in tables.
       similarity: makes the similarity from the kernel, or from None.
       separation: maps scaled overlaps to weights.
-      family: key of `FAMILIES`, or "" for no kernel.
+      family: which of the kernels of `fit_kernels` it uses, or "" for none.
       group: heading under which figures draw it.
     """
 
@@ -127,7 +125,7 @@ FAIR = (
     Method("likelihood, full", Dot, Softmax(), "likelihood full", "calibration"),
 )
 
-# At beta = 1 and with one number of steps, as the paper has it.
+# The models of the paper's figures, at one beta.
 PAPER = (
     Method("MHM", Dot, Softmax()),
     Method("Sparse MHM", Dot, SPARSEMAX),

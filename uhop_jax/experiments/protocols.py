@@ -23,9 +23,7 @@ from uhop_jax.experiments.methods import (
     FAIR,
     LIMIT,
     PAPER,
-    SPARSEMAX,
     Method,
-    Powers,
     Settings,
 )
 from uhop_jax.kernels import Kernel
@@ -33,7 +31,6 @@ from uhop_jax.separation import Polynomial, Softmax
 from uhop_jax.similarity import Dot, NegativeL1, NegativeL2
 
 PROTOCOLS = ("fair", "paper", "reference")
-FAMILIES = ("average", "maximum", "annealed")
 
 
 class Protocol(NamedTuple):
@@ -71,19 +68,10 @@ class PositiveL1(NegativeL1):
 
 
 REFERENCE = (
-    Method("MHM", Dot, Softmax()),
-    Method("Sparse MHM", Dot, SPARSEMAX),
-    Method("DAM 10", Dot, Powers(10)),
+    *PAPER,
     Method("DAM 10, normalised", Dot, Polynomial(10)),
     Method("l2, released sign", PositiveL2, Softmax()),
     Method("l1, released sign", PositiveL1, Softmax()),
-    Method("l2", NegativeL2, Softmax()),
-    Method("l1", NegativeL1, Softmax()),
-    Method("random W", Dot, Softmax(), "random", "kernel"),
-    Method("U-Hop", Dot, Softmax(), "average", "kernel"),
-    Method("U-Hop sparse", Dot, SPARSEMAX, "average", "kernel"),
-    Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
-    Method("U-Hop max sparse", Dot, SPARSEMAX, "maximum", "kernel"),
     Method("U-Hop, rate 1", Dot, Softmax(), "average 1", "kernel"),
     Method("U-Hop, rate 10", Dot, Softmax(), "average 10", "kernel"),
 )
@@ -101,8 +89,6 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
     check_positive("stage_one.rate", options.rate)
     check_choice("stage_one.start", options.start, ("gaussian", "identity"))
     check_positive("beta", config.beta)
-    if not options.steps:
-        raise ValueError("stage_one.steps must hold at least one number, got none")
     steps = tuple(sorted({int(n) for n in options.steps}))
     for number in options.steps:
         check_count("stage_one.steps", number, 0)
@@ -155,6 +141,21 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
         if not methods:
             raise ValueError("methods must name at least one besides calibrated, limit")
     return Protocol(methods, settings, beta)
+
+
+def resolve(config: ConfigDict) -> None:
+    """Fills in the numbers of Stage I steps that a config leaves open.
+
+    The paper's: 100 for small grey images; for others 500, with noise 200. The fair
+    protocol chooses among a tenth of it, three tenths and all of it.
+    """
+    if config.stage_one.steps:
+        return
+    number = 200 if config.variant == "noise" else 500
+    if config.data.name in ("digits", "mnist"):
+        number = 100
+    steps = (number // 10, 3 * number // 10, number)
+    config.stage_one.steps = steps if config.protocol == "fair" else (number,)
 
 
 def falling_rates(steps: int) -> np.ndarray:

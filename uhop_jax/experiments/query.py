@@ -15,6 +15,7 @@ from uhop_jax._checks import check_count
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.experiments import figures, records
 from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
+from uhop_jax.experiments.sweep import load_patterns
 from uhop_jax.retrieval import converge, has_energy
 from uhop_jax.storage import load, save
 from uhop_jax.theory import effective_memories
@@ -157,13 +158,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
 
 
 def _patterns(config: ConfigDict) -> data.Patterns:
-    stored = data.load(
-        config.data.name,
-        split=config.data.split,
-        directory=config.data.dir or None,
-        limit=config.data.limit or None,
-        seed=config.seed,
-    )
+    stored = load_patterns(config)
     if len(stored.values) < 2:
         raise ValueError(f"{config.data.name} holds one pattern; a memory needs two")
     return stored

@@ -77,18 +77,23 @@ def read_rows(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[d
         return []
     try:
         with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            if reader.fieldnames != list(columns):
-                raise ValueError(
-                    f"{path} has columns {', '.join(reader.fieldnames or ())}, this "
-                    f"run writes {', '.join(columns)}; choose another --workdir"
-                )
-            rows = list(reader)
+            header, *lines = csv.reader(file, strict=True)
+    except (ValueError, csv.Error):  # no header, or no text
+        header, lines = [], []
+    if header != list(columns):
+        raise ValueError(
+            f"{path} has columns {', '.join(header) or 'none'}, this run writes "
+            f"{', '.join(columns)}; choose another --workdir"
+        )
+    try:
         return [
-            {k: kind(row[k]) if row[k] != "" else "" for k, kind in columns.items()}
-            for row in rows
+            {
+                name: kind(cell) if cell else ""
+                for (name, kind), cell in zip(columns.items(), line, strict=True)
+            }
+            for line in lines
         ]
-    except (TypeError, UnicodeDecodeError, csv.Error):
+    except ValueError:
         raise ValueError(
             f"{path} is damaged; move it or choose another --workdir"
         ) from None
@@ -176,36 +181,6 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
         cells += [c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)]
         text.append("  ".join(cells))
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
-
-
-def table(
-    rows: Sequence[Mapping[str, Any]], by: str, columns: Mapping[str, str]
-) -> str:
-    """Text table of means, one line for each value of `by`, in order of appearance.
-
-    Args:
-      rows: records.
-      by: the key that names a line.
-      columns: title of each column and the key it averages; a title that ends in `±`
-        also shows the standard deviation over the records.
-
-    Returns:
-      Lines of equal length, joined.
-    """
-    lines = [[by, *columns]]
-    for name in dict.fromkeys(row[by] for row in rows):
-        members = [row for row in rows if row[by] == name]
-        line = [str(name)]
-        for title, key in columns.items():
-            found = [float(row[key]) for row in members if row[key] != ""]
-            if not found:
-                line.append("-")
-            elif title.endswith("±") and len(found) > 1:
-                line.append(f"{np.mean(found):.3g} ± {np.std(found, ddof=1):.2g}")
-            else:
-                line.append(f"{np.mean(found):.3g}")
-        lines.append(line)
-    return aligned(lines)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -28,11 +28,12 @@ from uhop_jax.experiments import evaluation, figures, records
 from uhop_jax.experiments.corruptions import KINDS, corruption_of
 from uhop_jax.experiments.evaluation import Entry, Queries, Scores
 from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, fit_kernels
-from uhop_jax.experiments.protocols import Protocol, protocol_of
+from uhop_jax.experiments.protocols import Protocol, protocol_of, resolve
 from uhop_jax.plotting import Panel
 
 BYTES = 6e8  # that one block of memory sets may take
-TUNING, SCORED = 0, 1  # streams of random numbers
+# Streams of random numbers.
+TUNING, SCORED, TUNING_KERNELS, SCORED_KERNELS, CALIBRATION = range(5)
 BASELINE = "MHM"
 
 
@@ -89,15 +90,16 @@ class Study:
     ) -> list[Entry]:
         """Every method with every kernel of its family, fitted to the memory sets."""
         families = [m.family for m in self.protocol.methods if m.family]
-        base = self.key(2 + stream, cell.memories)
-        kernels = fit_kernels(
+        kernels = {TUNING: TUNING_KERNELS, SCORED: SCORED_KERNELS}[stream]
+        base = self.key(kernels, cell.memories)
+        fitted = fit_kernels(
             families,
             jax.vmap(lambda i: jax.random.fold_in(base, i))(jnp.asarray(runs)),
             queries.memories,
             self.corruption(cell),
             self.protocol.settings,
         )
-        return evaluation.entries_of(self.protocol.methods, kernels)
+        return evaluation.entries_of(self.protocol.methods, fitted)
 
 
 def _number(cell: Cell) -> int:
@@ -148,14 +150,9 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     Raises:
       ValueError: if the config cannot be run, or `workdir` holds another run.
     """
-    patterns = data.load(
-        config.data.name,
-        split=config.data.split,
-        directory=config.data.dir or None,
-        limit=config.data.limit or None,
-        seed=config.seed,
-    )
+    patterns = load_patterns(config)
     cells = cells_of(config)
+    resolve(config)
     study = Study(config, patterns, protocol_of(config, patterns.values.shape[1]))
     _check(study, cells)
     records.claim(config, workdir)
@@ -198,6 +195,17 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     print(f"written to {workdir}: {', '.join(written)}")
 
 
+def load_patterns(config: ConfigDict) -> data.Patterns:
+    """The patterns that `config.data` names."""
+    return data.load(
+        config.data.name,
+        split=config.data.split,
+        directory=config.data.dir or None,
+        limit=config.data.limit or None,
+        seed=config.seed,
+    )
+
+
 def cells_of(config: ConfigDict) -> list[Cell]:
     """The cells of a config: every size with every kind and level of corruption."""
     levels = config.corruption.levels
@@ -215,7 +223,7 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
     chosen: list[tuple[int, float]] | None = None
     if protocol.beta is None:
         parts, memories = [], []
-        for block in _blocks(_tuning_sets(config, cell, size), size):
+        for block in _blocks(_tuning_sets(config, cell), size):
             queries = study.queries(cell, TUNING, block)
             entries = timed("Stage I", study.entries, cell, TUNING, queries, block)
             parts.append(timed("choice", evaluation.overlaps, entries, queries))
@@ -319,7 +327,7 @@ def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
 
 def _calibrated(study: Study, cell: Cell, queries: Queries, j: int, index: int) -> dict:
     """The record of the calibrated memory on one memory set."""
-    key = study.key(4, cell.memories, _number(cell), index)
+    key = study.key(CALIBRATION, cell.memories, _number(cell), index)
     memories = queries.memories[j]
     model = calibrate(
         key, memories, study.corruption(cell), queries=study.config.calibration_queries
@@ -350,7 +358,8 @@ def _limit(corruption: Any, queries: Queries) -> Scores | None:
 def _block_size(study: Study, cell: Cell) -> int:
     """How many memory sets are handled at once: they fit into `BYTES`.
 
-    A divisor of the number of runs, so that all blocks share their compiled programs.
+    A divisor of the number of runs, so that all blocks share their compiled programs,
+    and no more than the choice of beta needs.
     """
     methods, settings = study.protocol.methods, study.protocol.settings
     M, d = cell.memories, study.patterns.values.shape[1]
@@ -362,19 +371,20 @@ def _block_size(study: Study, cell: Cell) -> int:
         numbers += variants.get(family, 1) * (d * d if dense else 2 * M * d)
     numbers += M * M * sum(variants.get(m.family, 1) for m in methods)
     most = max(BYTES // (4 * numbers), 1)
-    runs = study.config.runs
-    return max(n for n in range(1, runs + 1) if runs % n == 0 and n <= most)
+    sizes = [n for n in range(1, study.config.runs + 1) if study.config.runs % n == 0]
+    enough = [n for n in sizes if n >= _tuning_sets(study.config, cell)]
+    return max(n for n in sizes if n <= min([most, *enough[:1]]))
 
 
 def _blocks(sets: int, size: int) -> Iterator[range]:
+    """Runs in whole blocks, as many as are asked for or a few more."""
     for first in range(0, sets, size):
         yield range(first, first + size)
 
 
-def _tuning_sets(config: ConfigDict, cell: Cell, size: int) -> int:
-    """Memory sets that hold enough queries, three at least, in whole blocks."""
-    sets = max(3, -(-config.tuning_queries // cell.memories))
-    return -(-sets // size) * size
+def _tuning_sets(config: ConfigDict, cell: Cell) -> int:
+    """Memory sets that hold enough queries, three at least."""
+    return max(3, -(-config.tuning_queries // cell.memories))
 
 
 def _check(study: Study, cells: Sequence[Cell]) -> None:
@@ -455,7 +465,7 @@ def _picture(study: Study, cell: Cell, rows: Sequence[dict], path: Path) -> None
         columns[title] = jnp.clip(weights @ memories, 0, 1)
     for row in of_cell:
         if row["method"] == CALIBRATED and CALIBRATED in study.config.pictured:
-            key = study.key(4, cell.memories, _number(cell), 0)
+            key = study.key(CALIBRATION, cell.memories, _number(cell), 0)
             options = {"queries": study.config.calibration_queries}
             model = calibrate(key, memories, study.corruption(cell), **options)
             observed = None if queries.observed is None else queries.observed[0]
