@@ -385,7 +385,7 @@ def test_a_limit_is_positive(source, limit):
 def test_a_source_without_the_files_is_refused_at_once(tmp_path):
     pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
     if importlib.util.find_spec("tensorflow") is None:
-        pytest.skip("needs TensorFlow")
+        pytest.skip("needs TensorFlow, of the extra `data`")
     with pytest.raises(ValueError, match="lacks t10k-images-idx3-ubyte.gz, .* of"):
         data.prepare("mnist", tmp_path / "prepared", source=tmp_path)
 

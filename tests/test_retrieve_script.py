@@ -139,6 +139,21 @@ def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     assert "error" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kinds", [("mask",), ("noise", "norm_noise")], ids=str)
+def test_patterns_beyond_the_unit_range_are_not_clamped(tmp_path, kinds):
+    changes = {"data.name": "synthetic:gaussian:20", "data.limit": 60}
+    changes |= {"methods": FEW, "corruption.kinds": kinds}
+    levels = {f"corruption.levels.{kind}": (0.05,) for kind in kinds}
+    experiments.run(get_config("capacity", **changes, **levels), tmp_path / "run")
+    rows = read(tmp_path / "run" / "results.csv")
+    # So little leaves the nearest memory where it was; clamped, nothing would.
+    assert max(errors_of(rows)["cosine"]) < 1e-3
+    with pytest.raises(ValueError, match="of this protocol needs patterns in"):
+        config = get_config("capacity", **changes, protocol="reference")
+        config.methods = ()
+        experiments.run(config, tmp_path / "other")
+
+
 def test_results_of_another_run_are_left_alone(tmp_path):
     config = get_config(methods=FEW)
     records.claim(config, tmp_path)

@@ -68,6 +68,11 @@ class Patterns(NamedTuple):
     shape: tuple[int, ...]
     names: tuple[str, ...]
 
+    @property
+    def in_unit_range(self) -> bool:
+        """Whether all values are in `[0, 1]`, as those of images are."""
+        return bool(self.values.min() >= 0 and self.values.max() <= 1)
+
 
 def load(
     source: str,

@@ -183,7 +183,12 @@ class KnownMasks:
 
 
 def corruption_of(
-    kind: str, level: float, shape: tuple[int, ...], *, reference: bool = False
+    kind: str,
+    level: float,
+    shape: tuple[int, ...],
+    *,
+    clamped: bool = True,
+    reference: bool = False,
 ) -> Any:
     """The corruption of a kind at a level.
 
@@ -191,7 +196,8 @@ def corruption_of(
       kind: one of `KINDS`.
       level: fraction that is masked or covered, standard deviation or norm of the
         noise, width of the blur in pixels, or pixels of the shift.
-      shape: height, width and channels of the images.
+      shape: height, width and channels of the images, or the dimension of patterns.
+      clamped: whether patterns are in `[0, 1]`, and noise is clamped to it.
       reference: as the authors' code does it, for masks and noise.
 
     Raises:
@@ -211,6 +217,9 @@ def corruption_of(
         raise ValueError(
             f"the reference protocol has mask, noise and norm_noise, got {kind!r}"
         )
+    if not clamped and (reference or kind == "folded_noise"):
+        raise ValueError(f"{kind} of this protocol needs patterns in [0, 1]")
+    limits: dict[str, Any] = {} if clamped else {"low": None, "high": None}
     images = shape if len(shape) == 3 else (1, 1, shape[0])
     height, width, channels = images
     size = (height, width, channels)
@@ -220,13 +229,13 @@ def corruption_of(
         case "known_mask":
             return Mask(level, known=True)
         case "noise":
-            return FoldedNoise(level) if reference else Noise(level)
+            return FoldedNoise(level) if reference else Noise(level, **limits)
         case "folded_noise":
             return FoldedNoise(level)
         case "norm_noise":
             if reference:
                 return FoldedNoise(level, kind="norm")
-            return Noise(level, kind="norm")
+            return Noise(level, kind="norm", **limits)
         case "block":
             return Block(level, size)
         case "blur":

@@ -57,8 +57,9 @@ class Scores(NamedTuple):
     """What was retrieved, against what should have been; `(sets, entries)` each.
 
     Attributes:
-      error: sum of squared component differences, clamped to `[0, 1]` first, mean over
-        the queries.
+      error: sum of squared component differences, mean over the queries; what was
+        retrieved is first clamped to `[0, 1]`, or to the range of the memories where
+        that is wider.
       top1: share of queries whose largest weight is at the right memory.
       exact: share of queries with no component off by more than `EXACT`.
     """
@@ -261,7 +262,8 @@ def mean_error(weights: Array, memories: Array) -> Array:
 
 def _scores(weights: Array, memories: Array) -> tuple[Array, Array, Array]:
     """Mean error, top-1 and exact recall of weights `(Q, M)`, query by memory."""
-    off = jnp.clip(weigh(weights, memories), 0, 1) - jnp.clip(memories, 0, 1)
+    low, high = jnp.minimum(memories.min(), 0), jnp.maximum(memories.max(), 1)
+    off = jnp.clip(weigh(weights, memories), low, high) - memories
     right = weights.argmax(-1) == jnp.arange(memories.shape[0])
     exact = jnp.abs(off).max(-1) <= EXACT
     return (off * off).sum(-1).mean(), right.mean(), exact.mean()

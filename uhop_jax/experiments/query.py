@@ -117,8 +117,9 @@ def run(config: ConfigDict, workdir: Path) -> None:
             f"queries have shape {queries.shape}, the memories {stored.shape}"
         )
     observed = _observed(config.observed, queries)
-    options = config.corruption
-    corruption = corruption_of(options.kind, options.level, tuple(stored.shape))
+    options, shape = config.corruption, tuple(stored.shape)
+    clamped = bool(stored.values.min() >= 0 and stored.values.max() <= 1)
+    corruption = corruption_of(options.kind, options.level, shape, clamped=clamped)
     if observed is not None:
         corruption = KnownMasks(observed)
     records.claim(config, workdir)
@@ -130,7 +131,6 @@ def run(config: ConfigDict, workdir: Path) -> None:
         memory = Memory(values, model, tuple(stored.shape), stored.names)
         save(workdir / "memory.npz", tuple(memory))
         written.append("memory.npz")
-    shape = tuple(memory.shape)
     print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
     if queries is not None:
         found = answer(memory, jnp.asarray(queries.values), observed)
