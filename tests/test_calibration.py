@@ -318,6 +318,7 @@ def test_unobserved_components_may_hold_nan():
         ({"corrupt": lambda key, x: x * jnp.nan}, "corrupted patterns must be finite"),
         ({"corrupt": Mask(50.0)}, r"fraction must be in \[0, 1\], got 50.0"),
         ({"corrupt": Noise(-1.0)}, "scale must be at least 0, got -1"),
+        ({"accuracy": 0.0}, "accuracy must be positive"),
         ({"queries": 0}, "queries must be at least 1, got 0"),
         ({"queries": 1.5}, "queries must be an integer, got 1.5"),
         ({"separations": ()}, "separations must name at least one"),

@@ -307,6 +307,8 @@ def test_settings_show_in_labels_only_where_there_are_several():
         ("--config.memorys=3", 'Did you mean "memories"'),
         ("--config=configs/retrieval.py:other", "choose one of demo"),
         ("--config=missing.py", "missing.py"),
+        ("--config.protocols=fair", "unknown config key: "),
+        ("--config.qqq=1", "unknown config key: 'qqq'"),
         ("--config.seed=many", "many"),
         ("stray", "unexpected argument 'stray'"),
         ("--config.memories=(1,)", "memories must be at least 2, got 1"),

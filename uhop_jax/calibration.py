@@ -19,6 +19,7 @@ from uhop_jax._checks import (
     as_floating,
     check_count,
     check_finite,
+    check_positive,
     working_dtype,
 )
 from uhop_jax._products import contract, gram_matrix, shifted, weigh
@@ -47,7 +48,6 @@ FINALISTS = 5  # candidates that are tried on all copies, with all separations
 LIKELIHOOD_VALUES = 200_000  # corrupted component values to learn from, at least
 MIN_BATCHES, MAX_BATCHES = 2, 64  # of copies for the expected error
 MULTIPLICATIONS = 2e11  # that the expected error may cost
-ACCURACY = 0.02  # of the expected error, at which its standard error is small enough
 NEGLIGIBLE = 1e-6  # errors this small beside the spread of the memories are equal
 
 
@@ -117,6 +117,7 @@ def calibrate(
     corrupt: Callable[[PRNGKeyArray, Array], Any],
     *,
     queries: int = 1000,
+    accuracy: float = 0.02,
     separations: Sequence[Separation] = SEPARATION_CHOICES,
     candidates: Mapping[str, Similarity] | None = None,
 ) -> Calibration:
@@ -130,6 +131,8 @@ def calibrate(
         patterns of the same shape, or `(patterns, observed)`.
       queries: about how many corrupted copies the finalists retrieve; each memory has
         as many, or, if there are more memories than this, that many have one.
+      accuracy: relative standard error at which the expected error is known well
+        enough; new copies are made until then, or until they cost too much.
       separations: separations to try: the first on every candidate, all of them on the
         few that are best with it.
       candidates: similarities to try by name, their kernels fitted; None is
@@ -142,6 +145,7 @@ def calibrate(
       ValueError: if an argument is out of range, or `corrupt` changes the shape.
     """
     check_count("queries", queries, 1)
+    check_positive("accuracy", accuracy)
     memories = as_floating(memories, "memories")
     if memories.ndim != 2 or memories.shape[0] < 2:
         raise ValueError(
@@ -177,7 +181,7 @@ def calibrate(
     # The least of many noisy errors is too good; fresh copies tell what to expect.
     model = (chosen, jax.tree.map(jnp.asarray, separation), beta)
     squared, right = _fresh_errors(
-        fresh_key, memories, corruption, number, model, 1e-4 * spread
+        fresh_key, memories, corruption, number, model, accuracy, 1e-4 * spread
     )
     return Calibration(
         chosen,
@@ -387,6 +391,7 @@ def _fresh_errors(
     corruption: Corruption,
     number: int,
     model: tuple[Similarity, Separation, Array],
+    accuracy: float,
     negligible: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Errors on new copies, in batches until their mean is known well enough."""
@@ -399,7 +404,7 @@ def _fresh_errors(
         more = _copy_errors(memories, *copies, model)
         squared = np.append(squared, np.asarray(more[0], np.float64))
         right = np.append(right, np.asarray(more[1]))
-        enough = max(ACCURACY * squared.mean(), negligible)
+        enough = max(accuracy * squared.mean(), negligible)
         if batch + 1 >= MIN_BATCHES and _standard_error(squared) <= enough:
             break
     return squared, right

@@ -35,7 +35,9 @@ def run_script(
     def parse(argv: list[str]) -> list[str]:
         try:
             rest = values(argv)
-        except (flags.Error, AttributeError, KeyError, OSError, ValueError) as error:
+        except (AttributeError, KeyError) as error:
+            _refuse("unknown config key: ", error)
+        except (flags.Error, OSError, ValueError) as error:
             _refuse("", error)
         if len(rest) > 1:
             _refuse("", f"unexpected argument {rest[1]!r}; flags begin with --")

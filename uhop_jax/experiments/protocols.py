@@ -30,8 +30,6 @@ from uhop_jax.kernels import Kernel
 from uhop_jax.separation import Polynomial, Softmax
 from uhop_jax.similarity import Dot, NegativeL1, NegativeL2
 
-PROTOCOLS = ("fair", "paper", "reference")
-
 
 class Protocol(NamedTuple):
     """Methods and how they are set.
@@ -77,27 +75,43 @@ REFERENCE = (
 )
 
 
-def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
-    """The protocol of a config, for patterns of a dimension.
+METHODS: dict[str, tuple[Method, ...]] = {
+    "fair": FAIR,
+    "paper": PAPER,
+    "reference": REFERENCE,
+}
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses a protocol, method or setting that is unknown or out of range.
 
     Raises:
-      ValueError: if the protocol, a method or a setting is unknown or out of range.
+      ValueError: naming it.
     """
-    check_choice("protocol", config.protocol, PROTOCOLS)
+    check_choice("protocol", config.protocol, METHODS)
     options = config.stage_one
     check_positive("stage_one.t", options.t)
     check_positive("stage_one.rate", options.rate)
     check_choice("stage_one.start", options.start, ("gaussian", "identity"))
     check_positive("beta", config.beta)
-    steps = tuple(sorted({int(n) for n in options.steps}))
     for number in options.steps:
         check_count("stage_one.steps", number, 0)
     for ridge in options.ridges:
         check_positive("stage_one.ridges", ridge)
-    methods: tuple[Method, ...]
-    beta: float | None = config.beta
+    known = [method.name for method in METHODS[config.protocol]]
+    extra = [CALIBRATED, LIMIT] if config.protocol == "fair" else []
+    for name in config.methods:
+        what = f"method of the {config.protocol} protocol"
+        check_choice(what, name, [*known, *extra])
+    if config.methods and not set(known) & set(config.methods):
+        raise ValueError("methods must name at least one besides calibrated, limit")
+
+
+def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
+    """The protocol of a config that `check` passed, for patterns of a dimension."""
+    options = config.stage_one
+    steps = tuple(sorted({int(n) for n in options.steps}))
     if config.protocol == "fair":
-        methods, beta = FAIR, None
         settings = Settings(
             options.start,
             rates={"average": options.rate, "maximum": options.rate},
@@ -106,7 +120,6 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
             ridges=tuple(options.ridges),
         )
     elif config.protocol == "paper":
-        methods = PAPER
         settings = Settings(
             "gaussian",
             rates={"average": 1 / dimension, "maximum": 1 / dimension},
@@ -115,31 +128,23 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
             normalize_rows=True,
         )
     else:
-        methods = REFERENCE
-        last = max(steps)
+        rates = {
+            "average": falling_rates(max(steps)) / dimension,
+            "maximum": 10 / dimension,
+            "average 1": 1 / dimension,
+            "average 10": 10 / dimension,
+        }
         settings = Settings(
             "gaussian",
-            rates={
-                "average": falling_rates(last) / dimension,
-                "maximum": 10 / dimension,
-                "average 1": 1 / dimension,
-                "average 10": 10 / dimension,
-            },
-            steps=dict.fromkeys(
-                ("average", "maximum", "average 1", "average 10"), steps
-            ),
+            rates=rates,
+            steps=dict.fromkeys(rates, steps),
             t=options.t,
             share=0.5 if "mask" in config.corruption.kinds else 1.0,
         )
+    methods = METHODS[config.protocol]
     if config.methods:
-        known = [method.name for method in methods]
-        if config.protocol == "fair":
-            known += [CALIBRATED, LIMIT]
-        for name in config.methods:
-            check_choice(f"method of the {config.protocol} protocol", name, known)
         methods = tuple(m for m in methods if m.name in config.methods)
-        if not methods:
-            raise ValueError("methods must name at least one besides calibrated, limit")
+    beta = None if config.protocol == "fair" else config.beta
     return Protocol(methods, settings, beta)
 
 

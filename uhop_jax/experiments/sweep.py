@@ -21,14 +21,14 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from uhop_jax import data
-from uhop_jax._checks import check_choice, check_count, check_positive
-from uhop_jax.calibration import calibrate
+from uhop_jax._checks import check_choice, check_count
+from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.corruption import Corruption
 from uhop_jax.experiments import evaluation, figures, records
 from uhop_jax.experiments.corruptions import KINDS, corruption_of
 from uhop_jax.experiments.evaluation import Entry, Queries, Scores
 from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, fit_kernels
-from uhop_jax.experiments.protocols import Protocol, protocol_of, resolve
+from uhop_jax.experiments.protocols import Protocol, check, protocol_of, resolve
 from uhop_jax.plotting import Panel
 
 BYTES = 6e8  # that one block of memory sets may take
@@ -104,6 +104,16 @@ class Study:
         )
         return evaluation.entries_of(self.protocol.methods, fitted)
 
+    def calibrated(self, cell: Cell, memories: Array, run: int) -> Calibration:
+        """The model calibrated for the memory set of a run."""
+        return calibrate(
+            self.key(CALIBRATION, cell.memories, _number(cell), run),
+            memories,
+            self.corruption(cell),
+            queries=self.config.calibration_queries,
+            accuracy=1.0,  # the error to expect is not what is compared
+        )
+
 
 def _number(cell: Cell) -> int:
     """A number that tells corruptions apart, the same in every process."""
@@ -153,9 +163,10 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     Raises:
       ValueError: if the config cannot be run, or `workdir` holds another run.
     """
-    patterns = load_patterns(config)
+    check(config)
     cells = cells_of(config)
     resolve(config)
+    patterns = load_patterns(config)
     study = Study(config, patterns, protocol_of(config, patterns.values.shape[1]))
     _check(study, cells)
     records.claim(config, workdir)
@@ -330,11 +341,8 @@ def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
 
 def _calibrated(study: Study, cell: Cell, queries: Queries, j: int, index: int) -> dict:
     """The record of the calibrated memory on one memory set."""
-    key = study.key(CALIBRATION, cell.memories, _number(cell), index)
     memories = queries.memories[j]
-    model = calibrate(
-        key, memories, study.corruption(cell), queries=study.config.calibration_queries
-    )
+    model = study.calibrated(cell, memories, index)
     observed = None if queries.observed is None else queries.observed[j]
     weights = model.retrieve(memories, queries.query[j], observed=observed).weights
     scores = evaluation.scores_of_weights(weights[None], memories[None])
@@ -396,7 +404,6 @@ def _check(study: Study, cells: Sequence[Cell]) -> None:
     check_count("tuning_queries", config.tuning_queries, 1)
     check_count("calibration_queries", config.calibration_queries, 1)
     check_count("images", config.images, 0)
-    check_positive("stage_one.t", config.stage_one.t)
     if not cells:
         raise ValueError("memories and corruption.levels must name at least one cell")
     for cell in cells:
@@ -462,9 +469,7 @@ def _picture(study: Study, cell: Cell, rows: Sequence[dict], path: Path) -> None
         columns[title] = jnp.clip(weights @ memories, 0, 1)
     for row in of_cell:
         if row["method"] == CALIBRATED and CALIBRATED in study.config.pictured:
-            key = study.key(CALIBRATION, cell.memories, _number(cell), 0)
-            options = {"queries": study.config.calibration_queries}
-            model = calibrate(key, memories, study.corruption(cell), **options)
+            model = study.calibrated(cell, memories, 0)
             observed = None if queries.observed is None else queries.observed[0]
             state = model.retrieve(memories, queries.query[0], observed=observed).state
             columns[f"{CALIBRATED}\nerror {row['error']:.2f}"] = state[:number]
