@@ -36,7 +36,8 @@ class Panel(NamedTuple):
       xlabel: quantity and unit.
       ylabel: quantity and unit.
       xscale: `linear`, `log` or `symlog`.
-      yscale: likewise; `symlog` is linear below 0.01.
+      yscale: likewise, or `auto` for what is never negative: from zero on, linear where
+        the values are of one order, else logarithmic above 0.01.
       points: draw points without lines.
     """
 
@@ -83,24 +84,37 @@ def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
             )
         axis.set(title=part.title, xlabel=part.xlabel, ylabel=part.ylabel)
         axis.set_xscale(part.xscale)
-        if part.yscale == "symlog":
-            axis.set_yscale("symlog", linthresh=0.01)
-            axis.set_ylim(bottom=-0.001)
-        else:
-            axis.set_yscale(part.yscale)
         axis.grid(alpha=0.3, linewidth=0.5)
         if len(part.series) > 1:
             axis.legend(fontsize=7)
+    # Last, when all data is there: a limit set earlier would hold for later panels.
+    for axis, part in zip(axes, parts, strict=False):
+        _scale(axis, part, parts if share else [part])
     for axis in axes[len(parts) :]:
         axis.set_axis_off()
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
 
 
+def _scale(axis: Any, part: Panel, sharing: Sequence[Panel]) -> None:
+    """Scale of the y axis, common to the panels that share it."""
+    if part.yscale != "auto":
+        axis.set_yscale(part.yscale)
+        return
+    values = np.concatenate(
+        [np.asarray(s.mean, float) for p in sharing for s in p.series.values()]
+    )
+    if values.min(initial=np.inf) * 30 >= values.max(initial=0.0):
+        axis.set_ylim(bottom=0)
+    else:
+        axis.set_yscale("symlog", linthresh=0.01)
+        axis.set_ylim(bottom=-0.001)
+
+
 def _bars(series: Series, scale: str) -> np.ndarray:
     """Half-lengths below and above; what is never negative has no bar below zero."""
     mean, spread = np.asarray(series.mean, float), np.asarray(series.spread, float)
-    below = np.minimum(spread, mean) if scale == "symlog" else spread
+    below = np.minimum(spread, mean) if scale == "auto" else spread
     if scale == "log":
         below = np.minimum(spread, 0.9 * mean)
     return np.stack([np.maximum(below, 0.0), spread])

@@ -61,7 +61,7 @@ def sweep(rows: Sequence[Mapping[str, Any]]) -> list[plotting.Panel]:
                     "stored memories M" if by_size else f"level of {corruption[0]}",
                     ERROR,
                     xscale="log" if by_size else "linear",
-                    yscale="symlog",
+                    yscale="auto",
                 )
             )
     return panels

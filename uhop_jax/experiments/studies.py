@@ -40,7 +40,7 @@ def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
             mean, spread = float(np.mean(errors)), float(np.std(errors))
             found[name] = Series(places, [mean] * len(places), [spread] * len(places))
         label = "Stage I steps N"
-        panel = Panel(f"M = {M}", found, label, figures.ERROR, "symlog", "symlog")
+        panel = Panel(f"M = {M}", found, label, figures.ERROR, "symlog", "auto")
         parts.append(panel)
         if len({r["memories"] for r in rows}) == 1:
             for key, name in (("loss", "separation loss"), ("delta_min", "Delta_min")):
@@ -74,38 +74,50 @@ def temperature_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
 
 
 def temperature_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Error against beta; each curve on the betas of its own grid."""
-    groups = figures.grouped(records.labelled(_without_runs(rows)))
+    """Error against beta of each method with its best kernel, on its own grid."""
+    best = {(method, setting) for method, setting, *_ in _best_betas(rows)}
+    chosen = [r for r in rows if (r["method"], r["setting"]) in best]
     return [
         Panel(
             group,
-            figures.curves(ours, "beta", "error", "label"),
+            figures.curves(
+                [dict(r, label=_label(r["method"], r["setting"])) for r in ours],
+                "beta",
+                "error",
+                "label",
+            ),
             "inverse temperature beta",
             figures.ERROR,
             xscale="log",
-            yscale="symlog",
+            yscale="auto",
         )
-        for group, ours in groups.items()
+        for group, ours in figures.grouped(chosen).items()
     ]
+
+
+def _label(method: str, setting: str) -> str:
+    return f"{method}, {setting}" if setting else method
+
+
+def _best_betas(
+    rows: Sequence[Mapping[str, Any]],
+) -> list[tuple[str, str, float, float]]:
+    """Each method with the setting and the beta of its least mean error, and that."""
+    least: dict[str, tuple[str, str, float, float]] = {}
+    keys = ("method", "setting", "beta")
+    for (method, setting, beta), ours in records.grouped(rows, keys).items():
+        error = float(np.mean([r["error"] for r in ours]))
+        if method not in least or error < least[method][-1]:
+            least[method] = (method, setting, beta, error)
+    return list(least.values())
 
 
 def temperature_report(rows: Sequence[Mapping[str, Any]]) -> str:
     """The least error of each model, and its beta."""
     lines = [["method", "best beta", "error"]]
-    for (method, setting), ours in records.grouped(rows, ("method", "setting")).items():
-        by_beta = records.grouped(ours, ("beta",))
-        means = {
-            beta: np.mean([r["error"] for r in x]) for (beta,), x in by_beta.items()
-        }
-        beta = min(means, key=lambda b: means[b])
-        name = f"{method}, {setting}" if setting else method
-        lines.append([name, f"{beta:.3g}", f"{means[beta]:.3g}"])
+    for method, setting, beta, error in _best_betas(rows):
+        lines.append([_label(method, setting), f"{beta:.3g}", f"{error:.3g}"])
     return records.aligned(lines)
-
-
-def _without_runs(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
-    """Betas in place of runs, so that a method has several settings or one at each."""
-    return [dict(r, run=(r["run"], r["beta"])) for r in rows]
 
 
 # --------------------------------------------------------------------------------------
@@ -182,7 +194,7 @@ def scatter_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
                 series,
                 "separation loss",
                 figures.ERROR,
-                yscale="symlog",
+                yscale="auto",
                 points=True,
             )
         )

@@ -192,11 +192,10 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
                 records.write_csv(path, rows)
             bar.update()
     written = ["config.json", "results.csv", "figure.png"]
-    title = (
-        f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets "
-        "(mean ± standard deviation)"
-    )
-    figures.save(workdir / "figure.png", experiment.figure(rows), title)
+    title = f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets"
+    parts = experiment.figure(rows)
+    spread = "" if parts[0].points else " (mean ± standard deviation)"
+    figures.save(workdir / "figure.png", parts, title + spread)
     if experiment.compare and any(row["method"] == BASELINE for row in rows):
         pairs = records.differences(rows, BASELINE)
         records.write_csv(workdir / "differences.csv", pairs)
