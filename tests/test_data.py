@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import io
 import shutil
+import socket
 import subprocess
 import sys
 import warnings
@@ -70,7 +71,7 @@ def test_without_a_network_the_error_comes_at_once(tmp_path, monkeypatch):
     def unreachable(*_, **__):
         raise OSError
 
-    monkeypatch.setattr(data.socket, "create_connection", unreachable)
+    monkeypatch.setattr(socket, "create_connection", unreachable)
     monkeypatch.setitem(sys.modules, "tensorflow", sys)  # its import takes seconds
     for name in ("mnist", "cifar100", "tiny_imagenet"):
         with pytest.raises(ValueError, match=f"{name} is not prepared in data.dir .*"):

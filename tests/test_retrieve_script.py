@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from uhop_jax import Centering, data, experiments, save
-from uhop_jax.experiments import records, sweep
+from uhop_jax import Centering, data, experiments, records, save
+from uhop_jax.experiments import sweep
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
 

@@ -6,32 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from uhop_jax import plotting
-from uhop_jax.experiments import records
+from uhop_jax import plotting, records
 from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
 
 ERROR = "error (sum of squared pixel differences)"
 _GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
 _GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}
-
-
-def curves(
-    rows: Sequence[Mapping[str, Any]], x: str, y: str, by: str
-) -> dict[str, plotting.Series]:
-    """Mean and standard deviation of `y` against `x`, one curve for each `by`."""
-    found: dict[str, plotting.Series] = {}
-    for name in dict.fromkeys(row[by] for row in rows):
-        ours = [row for row in rows if row[by] == name and row[y] != ""]
-        places = sorted({row[x] for row in ours})
-        samples = [[row[y] for row in ours if row[x] == place] for place in places]
-        if places:
-            found[name] = plotting.Series(
-                places,
-                [float(np.mean(s)) for s in samples],
-                [float(np.std(s, ddof=1)) if len(s) > 1 else 0.0 for s in samples],
-            )
-    return found
 
 
 def grouped(
@@ -55,7 +36,7 @@ def sweep(rows: Sequence[Mapping[str, Any]]) -> list[plotting.Panel]:
             panels.append(
                 plotting.Panel(
                     f"{group}, {' '.join(map(str, corruption))}",
-                    curves(
+                    records.curves(
                         members, "memories" if by_size else "level", "error", "label"
                     ),
                     "stored memories M" if by_size else f"level of {corruption[0]}",

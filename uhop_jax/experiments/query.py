@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
-from uhop_jax import data
+from uhop_jax import data, records
 from uhop_jax._checks import check_count
 from uhop_jax.calibration import Calibration, calibrate
-from uhop_jax.experiments import figures, records
+from uhop_jax.experiments import figures
 from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
 from uhop_jax.experiments.sweep import load_patterns
 from uhop_jax.retrieval import converge, has_energy

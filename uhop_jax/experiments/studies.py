@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from uhop_jax.experiments import evaluation, figures, records
+from uhop_jax import records
+from uhop_jax.experiments import evaluation, figures
 from uhop_jax.experiments.evaluation import Entry
 from uhop_jax.experiments.methods import Method
 from uhop_jax.experiments.sweep import SCORED, Cell, Study, base_row
@@ -31,7 +32,7 @@ def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     parts = []
     for M in dict.fromkeys(r["memories"] for r in rows):
         ours = [r for r in learned if r["memories"] == M]
-        found = figures.curves(ours, "steps", "error", "method")
+        found = records.curves(ours, "steps", "error", "method")
         places = sorted({r["steps"] for r in ours})
         for name in dict.fromkeys(r["method"] for r in plain):
             errors = [
@@ -44,7 +45,7 @@ def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
         parts.append(panel)
         if len({r["memories"] for r in rows}) == 1:
             for key, name in (("loss", "separation loss"), ("delta_min", "Delta_min")):
-                curves = figures.curves(ours, "steps", key, "method")
+                curves = records.curves(ours, "steps", key, "method")
                 parts.append(Panel(f"M = {M}", curves, label, name, "symlog"))
     return parts
 
@@ -80,7 +81,7 @@ def temperature_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     return [
         Panel(
             group,
-            figures.curves(
+            records.curves(
                 [dict(r, label=_label(r["method"], r["setting"])) for r in ours],
                 "beta",
                 "error",
@@ -272,7 +273,7 @@ def metastability_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     return [
         Panel(
             f"{method}, M = {M}",
-            figures.curves(
+            records.curves(
                 [dict(r, name=f"alpha = {r['alpha']:g}") for r in ours],
                 "beta",
                 "size",

@@ -20,11 +20,11 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from uhop_jax import data
+from uhop_jax import data, records
 from uhop_jax._checks import check_choice, check_count
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.corruption import Corruption
-from uhop_jax.experiments import evaluation, figures, records
+from uhop_jax.experiments import evaluation, figures
 from uhop_jax.experiments.corruptions import KINDS, corruption_of
 from uhop_jax.experiments.evaluation import Entry, Queries, Scores
 from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, fit_kernels

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from uhop_jax.plotting import Series
+
 CELL = ("memories", "corruption", "level")  # columns that tell cells apart
 
 
@@ -152,6 +154,24 @@ def grouped(
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
     return groups
+
+
+def curves(
+    rows: Sequence[Mapping[str, Any]], x: str, y: str, by: str
+) -> dict[str, Series]:
+    """Mean and standard deviation of `y` against `x`, one curve for each `by`."""
+    found: dict[str, Series] = {}
+    for name in dict.fromkeys(row[by] for row in rows):
+        ours = [row for row in rows if row[by] == name and row[y] != ""]
+        places = sorted({row[x] for row in ours})
+        samples = [[row[y] for row in ours if row[x] == place] for place in places]
+        if places:
+            found[name] = Series(
+                places,
+                [float(np.mean(s)) for s in samples],
+                [float(np.std(s, ddof=1)) if len(s) > 1 else 0.0 for s in samples],
+            )
+    return found
 
 
 def pivot(rows: Sequence[Mapping[str, Any]], value: str) -> str:

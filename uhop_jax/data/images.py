@@ -1,0 +1,257 @@
+"""Image sets as NumPy arrays.
+
+They come prepared by TFDS (array_record). Reading them needs no TensorFlow;
+preparing them, once, does: `pip install 'uhop-jax[data]'`.
+"""
+
+import importlib.util
+import io
+import json
+import os
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int32, UInt8
+
+from uhop_jax._checks import check_choice, check_count
+
+VERSIONS = {"mnist": "3.0.1", "cifar10": "3.0.2", "cifar100": "3.0.2"}
+HOSTS = {
+    "mnist": "storage.googleapis.com",
+    "cifar10": "www.cs.toronto.edu",
+    "cifar100": "www.cs.toronto.edu",
+    "tiny_imagenet": "cs231n.stanford.edu",
+}
+IMAGES = ("digits", *VERSIONS, "tiny_imagenet")
+SHAPES = {"mnist": (28, 28, 1), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
+SPLITS = ("train", "test")
+TINY_IMAGENET = (
+    "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+    "md5:90528d7ca1a48142e341f4ef8d21d0de",
+)
+INSTALL = "pip install 'uhop-jax[data]'"
+
+
+class Images(NamedTuple):
+    """A set of images.
+
+    Attributes:
+      raw: `(n, height, width, channels)`, uint8, as they are stored.
+      labels: `(n,)`, int32.
+      top: the value of white; 255, but 16 for `digits`.
+      classes: names of the labels; their numbers where the set has no names.
+    """
+
+    raw: UInt8[np.ndarray, "n height width channels"]
+    labels: Int32[np.ndarray, " n"]
+    top: int = 255
+    classes: tuple[str, ...] = ()
+
+    @property
+    def pixels(self) -> Float[np.ndarray, "n height width channels"]:
+        """Float32 in `[0, 1]`."""
+        return np.divide(self.raw, np.float32(self.top))
+
+    @property
+    def patterns(self) -> Float[np.ndarray, "n d"]:
+        """One flattened image per row."""
+        return self.pixels.reshape(len(self.raw), -1)
+
+
+def images(
+    name: str,
+    *,
+    split: str = "train",
+    directory: str | Path | None = None,
+    limit: int | None = None,
+) -> Images:
+    """Loads a set of images, and downloads it first if it is not there.
+
+    Args:
+      name: `digits`, 1,797 handwritten digits of 8 x 8 pixels that come with
+        scikit-learn (the test part of Alpaydin & Kaynak, UCI 1998; it has no splits);
+        `mnist`, `cifar10` or `cifar100`, by TFDS; or `tiny_imagenet`.
+      split: `train` or `test`; of Tiny ImageNet, whose test labels are not published,
+        `test` is the validation split.
+      directory: where prepared sets lie; None is TFDS's own place.
+      limit: only the first so many images.
+
+    Returns:
+      Images of the split, in its own order.
+
+    Raises:
+      ValueError: if the name is unknown, or the set is not there and cannot be
+        downloaded.
+    """
+    check_choice("data set", name, IMAGES)
+    check_choice("split", split, SPLITS)
+    if limit is not None:
+        check_count("limit", limit, 1)
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        raw = digits.images.astype(np.uint8)[..., None]
+        return Images(raw[:limit], digits.target.astype(np.int32)[:limit], 16)
+    if name == "tiny_imagenet":
+        return _tiny_imagenet(split, _place(directory), limit)
+    return _tfds_images(name, split, _place(directory), limit)
+
+
+def prepare(
+    name: str,
+    directory: str | Path,
+    *,
+    source: str | Path | None = None,
+    limit: int | None = None,
+) -> None:
+    """Prepares `mnist`, `cifar10` or `cifar100` with TFDS's own builder.
+
+    Args:
+      name: the set.
+      directory: where the prepared set goes.
+      source: folder that holds the original archives; None downloads them.
+      limit: only the first so many examples of each split, for tests.
+
+    Raises:
+      ValueError: if a package is missing, or the host cannot be reached.
+    """
+    check_choice("data set", name, VERSIONS)
+    tfds = _import_tfds()
+    if importlib.util.find_spec("tensorflow") is None:
+        raise ValueError(
+            f"{name} is not prepared in data.dir {directory}, and preparing it needs "
+            f"TensorFlow: {INSTALL}"
+        )
+    if source is None:
+        check_reachable(name, directory)
+    builder = tfds.builder(name, data_dir=directory, file_format="array_record")
+    if source is not None:
+        files = [info.filename for info in builder.url_infos.values()]
+        missing = [file for file in files if not (Path(source) / file).exists()]
+        if missing:
+            raise ValueError(f"{source} lacks {', '.join(missing)} of {name}")
+    config = tfds.download.DownloadConfig(
+        manual_dir=source, max_examples_per_split=limit
+    )
+    try:
+        builder.download_and_prepare(download_config=config)
+    except Exception as error:  # downloads fail in many ways
+        raise ValueError(
+            f"{name} could not be prepared in data.dir {directory}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def check_reachable(name: str, directory: str | Path) -> None:
+    """Fails within seconds where a set cannot be downloaded."""
+    if urllib.request.getproxies():  # then only the proxy knows
+        return
+    try:
+        socket.create_connection((HOSTS[name], 80), timeout=3).close()
+    except OSError:
+        raise ValueError(
+            f"{name} is not prepared in data.dir {directory}, and {HOSTS[name]} cannot "
+            "be reached to download it; set data.dir to a directory that holds it"
+        ) from None
+
+
+def _place(directory: str | Path | None) -> Path:
+    if directory is not None:
+        return Path(directory).expanduser()
+    default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
+    return Path(default).expanduser()
+
+
+def _import_tfds() -> Any:
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise ValueError(
+            f"reading this data set needs tensorflow-datasets ({error}): {INSTALL}"
+        ) from None
+    return tfds
+
+
+def _tfds_images(name: str, split: str, directory: Path, limit: int | None) -> Images:
+    from PIL import Image
+
+    prepared = directory / name / VERSIONS[name]
+    if not (prepared / "dataset_info.json").exists():
+        prepare(name, directory)
+    info = json.loads((prepared / "dataset_info.json").read_text())
+    found = {s["name"]: sum(map(int, s["shardLengths"])) for s in info["splits"]}
+    if found.get(split, 0) == 0:
+        raise ValueError(
+            f"data.split {split!r} of {name} is not in data.dir {directory}; it holds "
+            f"{', '.join(s for s in found if found[s])}"
+        )
+    tfds = _import_tfds()
+    skip = {"image": tfds.decode.SkipDecoding()}  # Pillow needs half of TFDS's time
+    try:
+        source = tfds.builder(name, data_dir=directory).as_data_source(
+            split, decoders=skip
+        )
+        number = min(limit or len(source), len(source))
+        pixels = np.empty((number, *SHAPES[name]), np.uint8)
+        labels = np.empty(number, np.int32)
+        for start in range(0, number, 1000):
+            indices = list(range(start, min(start + 1000, number)))
+            for index, example in zip(
+                indices, source.__getitems__(indices), strict=True
+            ):
+                with Image.open(io.BytesIO(example["image"])) as picture:
+                    pixels[index] = np.asarray(picture).reshape(SHAPES[name])
+                labels[index] = example["label"]
+    except Exception as error:  # a damaged record or another file format
+        raise ValueError(
+            f"{name} in data.dir {directory} cannot be read, set data.dir to another "
+            f"directory to prepare it anew: {str(error).splitlines()[0]}"
+        ) from error
+    return Images(pixels, labels)
+
+
+def _tiny_imagenet(split: str, directory: Path, limit: int | None) -> Images:
+    """Tiny ImageNet from its folder, which is downloaded and unpacked if missing."""
+    from PIL import Image
+
+    root = directory / "tiny-imagenet-200"
+    if not root.exists():
+        root = directory / "tiny_imagenet" / "tiny-imagenet-200"
+    if not (root / "wnids.txt").exists():
+        try:
+            import pooch
+        except ImportError:
+            raise ValueError(
+                f"downloading tiny_imagenet needs pooch: {INSTALL}"
+            ) from None
+        check_reachable("tiny_imagenet", directory)
+        url, digest = TINY_IMAGENET
+        folder = root.parent
+        unzip = pooch.Unzip(extract_dir=folder)
+        pooch.retrieve(url, digest, path=folder, processor=unzip, progressbar=True)
+    classes = (root / "wnids.txt").read_text().split()
+    number = {wnid: index for index, wnid in enumerate(classes)}
+    if split == "train":
+        files = [
+            (file, number[wnid])
+            for wnid in classes
+            for file in sorted((root / "train" / wnid / "images").glob("*.JPEG"))
+        ]
+    else:
+        lines = (root / "val" / "val_annotations.txt").read_text().splitlines()
+        pairs = [line.split("\t")[:2] for line in lines]
+        files = [(root / "val" / "images" / f, number[wnid]) for f, wnid in pairs]
+    files = files[:limit]
+    pixels = np.empty((len(files), 64, 64, 3), np.uint8)
+    for index, (file, _) in enumerate(files):
+        try:
+            with Image.open(file) as picture:
+                pixels[index] = np.asarray(picture.convert("RGB"))
+        except (OSError, SyntaxError, ValueError):
+            raise ValueError(f"{file} is missing, truncated or no image") from None
+    labels = np.asarray([label for _, label in files], np.int32)
+    return Images(pixels, labels)

@@ -1,0 +1,91 @@
+"""Images with labels, to train classifiers on: known sets, or the user's folders."""
+
+from pathlib import Path
+
+import numpy as np
+
+from uhop_jax._checks import check_choice, check_count
+from uhop_jax.data.images import IMAGES, SPLITS, Images, images
+from uhop_jax.data.pictures import picture_files, read_pictures
+
+
+def labelled_images(
+    source: str,
+    *,
+    split: str,
+    directory: str | Path | None = None,
+    limit: int | None = None,
+) -> Images:
+    """Loads images with labels.
+
+    Args:
+      source: a name in `IMAGES` (of `digits`, every fifth image is of the test split);
+        or a folder with `train/CLASS/*.png` and `test/CLASS/*.png`, all of one size.
+      split: `train` or `test`.
+      directory: of prepared sets.
+      limit: only so many, drawn evenly from the whole split, in its own order.
+
+    Raises:
+      ValueError: if there is no such set, or a folder is not as described: a class
+        without pictures, mixed sizes, a damaged file.
+    """
+    check_choice("split", split, SPLITS)
+    if limit is not None:
+        check_count("limit", limit, 1)
+    if source == "digits":
+        found = images(source)
+        test = np.arange(len(found.raw)) % 5 == 0
+        found = _rows(found, test if split == "test" else ~test)
+    elif source in IMAGES:
+        found = images(source, split=split, directory=directory)
+    else:
+        found = _class_folders(Path(source), split)
+    number = len(found.raw)
+    if limit is None or limit >= number:
+        return found
+    return _rows(found, np.linspace(0, number, limit, endpoint=False).astype(int))
+
+
+def _rows(found: Images, rows: np.ndarray) -> Images:
+    return found._replace(raw=found.raw[rows], labels=found.labels[rows])
+
+
+def _class_folders(root: Path, split: str) -> Images:
+    if not root.is_dir():
+        raise ValueError(
+            f"unknown data {str(root)!r}; choose one of {', '.join(IMAGES)}, or give "
+            "the path of a folder with train/CLASS/ and test/CLASS/"
+        )
+    names = {}
+    for part in SPLITS:
+        if not (root / part).is_dir():
+            raise ValueError(
+                f"{root} must hold the folders {' and '.join(SPLITS)}, {part} is "
+                "missing"
+            )
+        folders = sorted(f for f in (root / part).iterdir() if f.is_dir())
+        names[part] = [f.name for f in folders if not f.name.startswith(".")]
+    classes = names["train"]
+    if len(classes) < 2:
+        raise ValueError(
+            f"{root}/train must hold a folder for each class, at least two, got "
+            f"{len(classes)}"
+        )
+    if names["test"] != classes:
+        odd = sorted(set(classes) ^ set(names["test"]))
+        raise ValueError(
+            f"{root}: train and test must hold the same classes, {odd[0]} is in one "
+            "alone"
+        )
+    files, labels = [], []
+    for label, name in enumerate(classes):
+        ours = picture_files(root / split / name)
+        if not ours:
+            raise ValueError(f"class {name} is empty: {root / split / name}")
+        files += ours
+        labels += [label] * len(ours)
+    return Images(
+        read_pictures(files),
+        np.asarray(labels, np.int32),
+        classes=tuple(classes),
+    )

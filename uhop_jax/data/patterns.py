@@ -1,0 +1,194 @@
+"""Patterns to store and queries to retrieve: by name, made up, or the user's own."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from uhop_jax._checks import check_choice, check_count
+from uhop_jax.data.images import IMAGES, images
+from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
+
+SYNTHETIC = ("sphere", "gaussian", "correlated")
+
+
+class Patterns(NamedTuple):
+    """Patterns to store, or queries.
+
+    Attributes:
+      values: one pattern per row, float32; images in `[0, 1]`.
+      shape: of one pattern: `(height, width, channels)`, or `(d,)` if it is no image.
+      names: of the patterns: file names, or their numbers.
+    """
+
+    values: Float[np.ndarray, "n d"]
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def in_unit_range(self) -> bool:
+        """Whether all values are in `[0, 1]`, as those of images are."""
+        return bool(self.values.min() >= 0 and self.values.max() <= 1)
+
+
+def load(
+    source: str,
+    *,
+    split: str = "test",
+    directory: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Patterns:
+    """Loads patterns by name or from the user's own files.
+
+    Args:
+      source: a name in `IMAGES`; `synthetic:KIND` or `synthetic:KIND:DIMENSION`; or a
+        path, see `read_patterns`.
+      split: of an image set.
+      directory: of prepared image sets.
+      limit: how many to load; None is all, or 10,000 synthetic ones.
+      seed: of synthetic patterns.
+
+    Raises:
+      ValueError: if the source is unknown or cannot be read.
+    """
+    if limit is not None:
+        check_count("limit", limit, 1)
+    if source in IMAGES:
+        found = images(source, split=split, directory=directory, limit=limit)
+        return _patterns(found.patterns, found.pixels.shape[1:])
+    if source.startswith("synthetic:"):
+        _, kind, *rest = source.split(":")
+        if len(rest) > 1 or not all(x.isdecimal() for x in rest):
+            raise ValueError(
+                f"synthetic data is synthetic:KIND:DIMENSION, got {source!r}"
+            )
+        dimension = int(rest[0]) if rest else 64
+        return _patterns(synthetic(kind, limit or 10_000, dimension, seed=seed))
+    is_word = os.sep not in source and "." not in source
+    if not source or is_word and not Path(source).exists():
+        kinds = ", ".join(f"synthetic:{kind}" for kind in SYNTHETIC)
+        raise ValueError(
+            f"unknown data {source!r}; choose one of {', '.join(IMAGES)}, {kinds}, or "
+            "give the path of a .npy, a .npz or a folder of images"
+        )
+    return read_patterns(source, limit=limit)
+
+
+def synthetic(
+    kind: str, number: int, dimension: int, *, seed: int = 0, correlation: float = 0.9
+) -> Float[np.ndarray, "n d"]:
+    """Random patterns, float32.
+
+    Args:
+      kind: `sphere`, unit vectors; `gaussian`, `N(0, 1)` components; `correlated`,
+        vectors around a common direction, as images are.
+      number: how many.
+      dimension: of each.
+      seed: of the draw.
+      correlation: expected cosine of two `correlated` patterns.
+
+    Raises:
+      ValueError: if the kind is unknown or a number is out of range.
+    """
+    check_choice("kind of synthetic data", kind, SYNTHETIC)
+    check_count("number", number, 1)
+    check_count("dimension", dimension, 2)
+    if not 0 <= correlation < 1:
+        raise ValueError(f"correlation must be in [0, 1), got {correlation}")
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((number, dimension), np.float32)
+    if kind == "sphere":
+        values /= np.linalg.norm(values, axis=1, keepdims=True)
+    if kind == "correlated":
+        common = rng.standard_normal(dimension).astype(np.float32)
+        common /= np.linalg.norm(common)
+        length = np.sqrt(correlation * dimension)
+        values = np.sqrt(1 - correlation) * values + length * common
+    return values.astype(np.float32)
+
+
+def read_patterns(path: str | Path, *, limit: int | None = None) -> Patterns:
+    """Reads a user's patterns.
+
+    Args:
+      path: a `.npy` of shape `(n, d)`, `(n, height, width)` or `(n, height, width,
+        channels)`; a `.npz` with one such array, or one named `patterns`; or a folder
+        of images of one size, all grey or all colour, in the order of their names;
+        transparency is dropped. Images and uint8 arrays are divided by 255.
+      limit: only the first so many.
+
+    Raises:
+      ValueError: if nothing can be read there, or what is read does not fit together.
+    """
+    path = Path(path)
+    if limit is not None:
+        check_count("limit", limit, 1)
+    if path.is_dir():
+        return _read_folder(path, limit)
+    if not path.exists():
+        raise ValueError(f"no such file or folder: {path}")
+    if path.suffix.lower() not in (".npy", ".npz"):
+        raise ValueError(
+            f"{path} is no .npy, .npz or folder of images; put single images into a "
+            "folder"
+        )
+    try:
+        with path.open("rb") as file:
+            array = np.load(file, allow_pickle=False)
+            names: list[str] | None = getattr(array, "files", None)
+            if names is not None:
+                rest = [name for name in names if name != "labels"]
+                chosen = ["patterns"] if "patterns" in names else rest
+                array = array[chosen[0]] if len(chosen) == 1 else None
+    except ValueError:
+        raise ValueError(
+            f"{path} is damaged, or holds Python objects in place of numbers"
+        ) from None
+    except Exception:  # also of zlib, zipfile and tokenize, which NumPy lets through
+        raise ValueError(f"{path} is damaged or truncated") from None
+    if array is None:
+        raise ValueError(
+            f"{path} must hold one array, or one named patterns; it holds "
+            f"{', '.join(names or ()) or 'none'}"
+        )
+    return _from_array(path, array, limit)
+
+
+def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
+    kind = getattr(array, "dtype", type(array).__name__)
+    if not isinstance(kind, np.dtype) or kind.kind not in "biuf":
+        raise ValueError(f"{path} must hold real numbers, got dtype {kind}")
+    if array.ndim not in (2, 3, 4):
+        raise ValueError(
+            f"{path} must have shape (n, d), (n, height, width) or (n, height, width, "
+            f"channels), got {array.shape}"
+        )
+    if array.size == 0:
+        raise ValueError(f"{path} holds no patterns, its shape is {array.shape}")
+    array = array[:limit]
+    with np.errstate(over="ignore"):  # what overflows float32 is reported below
+        values = array.reshape(len(array), -1).astype(np.float32)
+    if array.dtype == np.uint8:
+        values /= 255
+    bad = int((~np.isfinite(values)).sum())
+    if bad:
+        raise ValueError(f"{path} holds {bad} NaN or infinite values of {values.size}")
+    shape = array.shape[1:] if array.ndim != 3 else (*array.shape[1:], 1)
+    return _patterns(values, shape)
+
+
+def _read_folder(path: Path, limit: int | None) -> Patterns:
+    files = picture_files(path)
+    if not files:
+        raise ValueError(f"{path} holds no images ({', '.join(ENDINGS)})")
+    found = _from_array(path, read_pictures(files[:limit]))
+    return found._replace(names=tuple(file.name for file in files[:limit]))
+
+
+def _patterns(values: np.ndarray, shape: Sequence[int] | None = None) -> Patterns:
+    names = tuple(map(str, range(len(values))))
+    return Patterns(values, tuple(shape or values.shape[1:]), names)

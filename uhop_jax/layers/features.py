@@ -1,0 +1,124 @@
+"""Kernels in models: feature maps that Stage I learns, and their separation loss."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from uhop_jax._checks import check_choice
+from uhop_jax.losses import separation_loss
+
+STARTS = ("identity", "random")
+
+
+class KernelParam(nnx.Param):
+    """A parameter of a kernel: what Stage I learns."""
+
+
+class SeparatedMemories(nnx.Intermediate):
+    """Features of the memories of a layer and which are valid, for `nnx.capture`."""
+
+
+class LinearFeatures(nnx.Module):
+    r"""The linear kernel :math:`\Phi(u) = W u` [eqn:linear_kernel].
+
+    Args:
+      size: dimension `d` of patterns.
+      feature_size: `D`; `d` by default.
+      start: `identity` (so that a new layer equals one without a kernel) or `random`
+        (`N(0, 1 / d)`).
+      use_bias: add a bias, as the authors' code does; it begins at zero.
+      dtype: of the computation; None follows inputs and parameters.
+      param_dtype: of the parameters.
+      rngs: for the random start.
+
+    Raises:
+      ValueError: if the start is unknown.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        feature_size: int | None = None,
+        *,
+        start: str = "identity",
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_choice("start", start, STARTS)
+        shape = (size, feature_size or size)
+        if start == "identity":
+            weights = jnp.eye(*shape, dtype=param_dtype)
+        else:
+            init = nnx.initializers.lecun_normal()
+            weights = init(rngs.params(), shape, param_dtype)
+        self.feature_size = shape[1]
+        self.dtype = dtype
+        self.weights = KernelParam(weights)
+        self.bias = (
+            KernelParam(jnp.zeros(shape[1], param_dtype))
+            if use_bias
+            else nnx.data(None)
+        )
+
+    def __call__(self, patterns: Float[Array, "*batch d"]) -> Float[Array, "*batch D"]:
+        """Features, one vector for each pattern."""
+        patterns, weights = nnx.nn.dtypes.promote_dtype(
+            (patterns, self.weights[...]), dtype=self.dtype
+        )
+        features = patterns @ weights
+        if self.bias is None:
+            return features
+        return features + self.bias[...].astype(features.dtype)
+
+
+def separation_losses(
+    model: nnx.Module,
+    *inputs: Any,
+    kind: str = "average",
+    t: float = 2.0,
+    **options: Any,
+) -> Float[Array, " layers"]:
+    """Separation loss of the kernel of each layer, in one forward pass.
+
+    The memories that a layer sees are taken as they are: a loss moves the kernel of its
+    own layer, and nothing else.
+
+    Args:
+      model: a module with `Hopfield` layers that have a kernel.
+      *inputs: of the model.
+      kind: of the loss, see `separation_loss`.
+      t: its scale.
+      **options: keyword arguments of the model.
+
+    Returns:
+      For each layer, in the order of their paths, the mean over memory sets.
+
+    Raises:
+      ValueError: if no layer has a kernel.
+    """
+    _, found = nnx.capture(model, SeparatedMemories)(*inputs, **options)
+    losses = []
+    for _, variable in nnx.to_flat_state(found):
+        for features, where in variable.get_value():
+            if where is not None:
+                where = jnp.broadcast_to(where, features.shape[:-1])
+            loss = separation_loss(features, kind=kind, t=t, where=where)
+            losses.append(loss.mean())
+    if not losses:
+        raise ValueError("the model has no Hopfield layer with a kernel")
+    return jnp.stack(losses)
+
+
+def as_kernel(module: Any) -> nnx.Module:
+    """The module, its parameters turned into `KernelParam`s."""
+    if not isinstance(module, nnx.Module):
+        raise ValueError(f"kernel must be True or an nnx.Module, got {module!r}")
+    for _, node in nnx.iter_modules(module):
+        for name, variable in list(vars(node).items()):
+            if type(variable) is nnx.Param:
+                setattr(node, name, KernelParam(variable[...]))
+    return module

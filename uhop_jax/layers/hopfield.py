@@ -1,0 +1,526 @@
+"""The Hopfield layer: projections around a retrieval."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
+
+from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax.layers.features import LinearFeatures, SeparatedMemories, as_kernel
+from uhop_jax.retrieval import converge, energy, has_energy, retrieve
+from uhop_jax.separation import (
+    Entmax,
+    Separation,
+    bounded_alpha,
+    separation_from_name,
+)
+from uhop_jax.similarity import Dot
+
+VALUES = ("keys", "direct")
+
+
+class Association(NamedTuple):
+    """What `associate` found.
+
+    Attributes:
+      output: `(..., L, out_size)`, what `__call__` returns.
+      weights: `(..., heads, L, S)` before dropout; `(..., L, S)` of a static layer. A
+        bias pattern and a zero memory are further columns.
+      energy: one for each row of the weights, of the retrieved state; None if the model
+        has no energy.
+      steps: int32, updates used by each row.
+      converged: whether each row stood still; None if the number of steps is fixed.
+    """
+
+    output: Float[Array, "*batch L out"]
+    weights: Float[Array, "*rows S"]
+    energy: Float[Array, "*rows"] | None
+    steps: Int[Array, "*rows"]
+    converged: Bool[Array, "*rows"] | None
+
+
+HEAD_AXES: Any = Association._make((-2, -3, -2, -2, -2))  # within `Hopfield`
+
+
+class Hopfield(nnx.Module):
+    """Association of states with stored patterns (Ramsauer et al. 2020; [sec:DL]).
+
+    Args:
+      state_size: dimension of states.
+      memory_size: dimension of memories; as states by default.
+      value_size: dimension of the stored values, where they are another array.
+      num_heads: heads.
+      head_size: dimension in which a head compares; `state_size / num_heads`.
+      value_head_size: dimension of what a head reads out; as `head_size`.
+      out_size: dimension of the output; as states.
+      separation: a `Separation` or its name. An `Entmax` may have an `alpha` of shape
+        `(num_heads,)`.
+      learn_alpha: learn the `alpha` of an `Entmax` within (1, 2), in the shape given.
+      beta: inverse temperature, a number or `(num_heads,)`; None is
+        `1 / sqrt(head_size)`.
+      learn_beta: learn it, in the shape given.
+      steps: updates of the state; None updates until it stands still (implicit
+        gradients), at most `max_steps` times.
+      max_steps: that cap.
+      kernel: `Phi`, applied to what queries and keys are projected from: True for
+        `LinearFeatures`, or any module; its `nnx.Param`s become `KernelParam`s.
+      values: `keys` reads out `W_V W_K Y` (the paper's), `direct` `W_V Y`.
+      static: no projections at all: retrieval as the functional core does it. One head.
+      project_out: apply the output projection.
+      use_bias: biases in the projections.
+      normalize_state: LayerNorm of the states that come in.
+      normalize_memory: LayerNorm of the memories.
+      normalize_value: LayerNorm of direct values.
+      normalize_pattern: LayerNorm of projected queries and keys, head by head.
+      bias_pattern: one learned memory more.
+      zero_memory: one memory of zeros more, to which a state that matches nothing goes.
+      dropout: part of the weights that is dropped while a key is given.
+      dtype: of the computation; None follows inputs and parameters.
+      param_dtype: of the parameters.
+      rngs: for the start values.
+
+    Raises:
+      ValueError: if options do not fit together.
+    """
+
+    def __init__(
+        self,
+        state_size: int,
+        memory_size: int | None = None,
+        *,
+        value_size: int | None = None,
+        num_heads: int = 1,
+        head_size: int | None = None,
+        value_head_size: int | None = None,
+        out_size: int | None = None,
+        separation: Separation | str = "softmax",
+        learn_alpha: bool = False,
+        beta: ArrayLike | Sequence[float] | None = None,
+        learn_beta: bool = False,
+        steps: int | None = 1,
+        max_steps: int = 64,
+        kernel: bool | Callable[[Array], Array] = False,
+        values: str = "keys",
+        static: bool = False,
+        project_out: bool = True,
+        use_bias: bool = True,
+        normalize_state: bool = False,
+        normalize_memory: bool = False,
+        normalize_value: bool = False,
+        normalize_pattern: bool = False,
+        bias_pattern: bool = False,
+        zero_memory: bool = False,
+        dropout: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        memory_size = state_size if memory_size is None else memory_size
+        value_size = memory_size if value_size is None else value_size
+        for name, count in (
+            ("state_size", state_size),
+            ("memory_size", memory_size),
+            ("num_heads", num_heads),
+            ("max_steps", max_steps),
+        ):
+            check_count(name, count, 1)
+        if steps is not None:
+            check_count("steps", steps, 1)
+        check_choice("values", values, VALUES)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        if static and num_heads != 1:
+            raise ValueError(f"a static layer has one head, got num_heads {num_heads}")
+        if static and memory_size != state_size:
+            raise ValueError(
+                "a static layer compares states with memories as they are, got "
+                f"state_size {state_size} and memory_size {memory_size}"
+            )
+        if kernel is not False and memory_size != state_size:
+            raise ValueError(
+                "one kernel maps states and memories, so they need one dimension, got "
+                f"state_size {state_size} and memory_size {memory_size}"
+            )
+        if normalize_value and values == "keys" and not static:
+            raise ValueError(
+                "normalize_value needs values='direct': values='keys' reads out the "
+                "projected memories"
+            )
+        if head_size is None:
+            head_size = state_size // num_heads
+            if not static and head_size * num_heads != state_size:
+                raise ValueError(
+                    f"num_heads {num_heads} must divide state_size {state_size}, or "
+                    "head_size be given"
+                )
+        value_head_size = head_size if value_head_size is None else value_head_size
+
+        self.num_heads, self.static, self.values = num_heads, static, values
+        self.steps, self.max_steps = steps, max_steps
+        self.zero_memory, self.dtype = zero_memory, dtype
+        self.sizes = (state_size, memory_size, value_size)
+
+        if isinstance(separation, str):
+            separation = separation_from_name(separation)
+        if not isinstance(separation, Separation):
+            raise ValueError(
+                f"separation must be a Separation or its name, got {separation!r}"
+            )
+        separation.check()
+        if learn_alpha and not isinstance(separation, Entmax):
+            raise ValueError(
+                f"learn_alpha needs an Entmax separation, got {separation!r}"
+            )
+        if isinstance(separation, Entmax):
+            alpha = self._per_head("alpha", separation.alpha)
+            raw = _unbounded(alpha).astype(param_dtype) if learn_alpha else None
+            self.alpha = _static(alpha) if raw is None else nnx.Param(raw)
+            separation = Entmax()
+        else:
+            self.alpha = None
+        self.separation = separation
+
+        width = state_size if static else head_size
+        beta = self._per_head("beta", width**-0.5 if beta is None else beta)
+        check_positive("beta", beta)
+        self.beta = _static(beta)
+        self.log_beta = nnx.data(None)
+        if learn_beta:
+            self.log_beta = nnx.Param(jnp.log(jnp.asarray(beta, param_dtype)))
+
+        def norm(wanted: bool, size: int) -> Any:
+            if not wanted:
+                return nnx.data(None)
+            return nnx.LayerNorm(size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        self.norm_state = norm(normalize_state, state_size)
+        self.norm_memory = norm(normalize_memory, memory_size)
+        self.norm_value = norm(normalize_value, value_size)
+        self.norm_query = norm(normalize_pattern, width)
+        self.norm_key = norm(normalize_pattern, width)
+
+        if kernel is True:
+            kernel = LinearFeatures(
+                state_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            )
+        if kernel is False:
+            self.kernel = nnx.data(None)
+            features = state_size, memory_size
+        else:
+            self.kernel = as_kernel(kernel)
+            shape = jax.eval_shape(
+                self.kernel, jax.ShapeDtypeStruct((2, state_size), param_dtype)
+            ).shape
+            if len(shape) != 2:
+                raise ValueError(
+                    f"kernel must map (n, {state_size}) to (n, D), got {shape}"
+                )
+            features = shape[1], shape[1]
+            if values == "keys" and not static and shape[1] != memory_size:
+                raise ValueError(
+                    "values='keys' needs a kernel that keeps the dimension, since W_K "
+                    f"acts on memories too: it maps {memory_size} to {shape[1]}; use "
+                    "values='direct'"
+                )
+
+        if not static:
+
+            def project(size, out, axis=-1):
+                return nnx.LinearGeneral(
+                    size,
+                    out,
+                    axis=axis,
+                    use_bias=use_bias,
+                    dtype=dtype,
+                    param_dtype=param_dtype,
+                    rngs=rngs,
+                )
+
+            keys_shape = (num_heads, head_size)
+            values_shape = (num_heads, value_head_size)
+            self.query = project(features[0], keys_shape)
+            self.key = project(features[1], keys_shape)
+            if values == "keys":
+                self.value = project(keys_shape, values_shape, (-2, -1))
+            else:
+                self.value = project(value_size, values_shape)
+            self.out = nnx.data(None)
+            if project_out:
+                out_size = state_size if out_size is None else out_size
+                self.out = project(values_shape, out_size, (-2, -1))
+        elif kernel is not False:
+            width = features[1]
+
+        self.bias_key = self.bias_value = nnx.data(None)
+        if bias_pattern:
+            init = nnx.initializers.normal(0.02)
+            read = value_size if static else value_head_size
+            self.bias_key = nnx.Param(
+                init(rngs.params(), (num_heads, width), param_dtype)
+            )
+            self.bias_value = nnx.Param(
+                init(rngs.params(), (num_heads, read), param_dtype)
+            )
+        self.dropout = nnx.Dropout(dropout)
+
+    def __call__(
+        self,
+        state: Float[Array, "*batch L state_size"],
+        memories: Float[Array, "..."] | None = None,
+        values: Float[Array, "..."] | None = None,
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        association_mask: Bool[Array, "..."] | None = None,
+        key: Array | None = None,
+    ) -> Float[Array, "*batch L out"]:
+        """Retrieves for each state what it is associated with.
+
+        Args:
+          state: queries.
+          memories: `(*batch, S, memory_size)`, or `(S, memory_size)`, which all states
+            share; the states themselves by default.
+          values: `(..., S, value_size)`, read out in place of the memories; only with
+            `values="direct"` or `static`.
+          mask: `(S,)` or `(*batch, S)`, true for valid memories. A state without any
+            valid memory retrieves zero, before the output projection.
+          association_mask: `(L, S)`, `(*batch, L, S)` or `(*batch, heads, L, S)` with 1
+            or all heads: true where a state may see a memory.
+          key: for dropout; None switches it off.
+
+        Raises:
+          ValueError: if shapes do not fit, or a mask is not boolean.
+        """
+        return self._associate(
+            state, memories, values, mask, association_mask, key, False
+        ).output
+
+    def associate(
+        self,
+        state: Float[Array, "*batch L state_size"],
+        memories: Float[Array, "..."] | None = None,
+        values: Float[Array, "..."] | None = None,
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        association_mask: Bool[Array, "..."] | None = None,
+        key: Array | None = None,
+    ) -> Association:
+        """As `__call__`, with weights, energies and convergence beside the output."""
+        return self._associate(
+            state, memories, values, mask, association_mask, key, True
+        )
+
+    def _associate(
+        self, state, memories, values, mask, association_mask, key, details
+    ) -> Association:
+        state = jnp.asarray(state)
+        memories = state if memories is None else jnp.asarray(memories)
+        if state.ndim < 2 or state.shape[-1] != self.sizes[0]:
+            raise ValueError(
+                f"state must have shape (..., L, {self.sizes[0]}), got {state.shape}"
+            )
+        batch = state.shape[:-2]
+        while memories.ndim > 2 and memories.shape[0] == 1:  # one memory for all
+            memories = memories[0]
+            values = values if values is None else values[0]
+        shared = memories.ndim == 2
+        if memories.shape[-1] != self.sizes[1] or memories.ndim < 2:
+            raise ValueError(
+                f"memories must have shape (..., S, {self.sizes[1]}), got "
+                f"{memories.shape}"
+            )
+        if not shared and memories.shape[:-2] != batch:
+            raise ValueError(
+                f"memories have shape {memories.shape}, state {state.shape}: leading "
+                "axes must agree, or memories have none"
+            )
+        if values is not None:
+            values = jnp.asarray(values)
+            if self.values == "keys" and not self.static:
+                raise ValueError("values need a layer with values='direct'")
+            if values.shape != (*memories.shape[:-1], self.sizes[2]):
+                raise ValueError(
+                    f"values must have shape {(*memories.shape[:-1], self.sizes[2])}, "
+                    f"got {values.shape}"
+                )
+
+        if self.norm_state is not None:
+            state = self.norm_state(state)
+        if self.norm_memory is not None:
+            memories = self.norm_memory(memories)
+        read = memories if values is None else values
+        if self.norm_value is not None:
+            read = self.norm_value(read)
+        mapped = memories
+        if self.kernel is not None:
+            if hasattr(self, "__captures__"):  # within `nnx.capture` alone
+                features = self.kernel(lax.stop_gradient(memories))
+                self.sow(SeparatedMemories, "features", (features, mask))
+            state, mapped = self.kernel(state), self.kernel(memories)
+
+        if self.static:
+            query, keys, read = (x[..., None, :] for x in (state, mapped, read))
+        else:
+            query, keys = self.query(state), self.key(mapped)
+            if self.values == "keys":
+                raw = keys if self.kernel is None else self.key(memories)
+                read = self.value(raw)
+            else:
+                read = self.value(read)
+        if self.norm_query is not None:
+            query, keys = self.norm_query(query), self.norm_key(keys)
+        keys = self._extended(keys, self.bias_key)
+        read = self._extended(read, self.bias_value)
+        where = self._where(mask, association_mask, state, keys.shape[-3])
+
+        # Heads are one axis before the last, (..., L, heads, size).
+        arguments = query, keys, read, self._beta(), self._alpha(), where
+        found = self._over_heads(details, *arguments)
+        output = found.output
+        if key is not None and self.dropout.rate > 0:
+            kept = self.dropout(found.weights, rngs=key)
+            output = jnp.einsum("...hls,...shv->...lhv", kept, read)
+        if self.static:
+            return _moved(found._replace(output=output), jnp.squeeze)
+        if self.out is None:
+            output = output.reshape(*output.shape[:-2], -1)
+        else:
+            output = self.out(output)
+        return found._replace(output=output)
+
+    def _over_heads(
+        self, details, query, keys, read, beta, alpha, where
+    ) -> Association:
+        """Retrieval of each head; what comes in and goes out has an axis of heads."""
+
+        def one(query, keys, read, beta, alpha, where) -> Association:
+            separation = self.separation
+            if alpha is not None:
+                separation = Entmax(alpha)
+            options = {"beta": beta, "separation": separation, "mask": where}
+            if self.steps is None:
+                found = converge(
+                    keys, query, values=read, max_steps=self.max_steps, **options
+                )
+                return Association(*found)
+            state, weights = retrieve(
+                keys, query, values=read, steps=self.steps, **options
+            )
+            energies = None
+            if details and has_energy(separation, Dot()):
+                last = retrieve(keys, query, steps=self.steps, **options).state
+                energies = energy(keys, last, **options)
+            steps = jnp.full(weights.shape[:-1], self.steps, jnp.int32)
+            return Association(state, weights, energies, steps, None)
+
+        arguments = (query, keys, read, beta, alpha, where)
+        per_head = None if where is None or where.shape[-3] == 1 else -3
+        if where is not None and per_head is None:
+            arguments = (*arguments[:-1], where.squeeze(-3))
+        places = (-2, -2, -2, 0, None if alpha is None else 0, per_head)
+        if self.num_heads > 1:
+            return jax.vmap(one, places, HEAD_AXES)(*arguments)
+        single = [
+            x if at is None else x.squeeze(at)
+            for x, at in zip(arguments, places, strict=True)
+        ]
+        return _moved(one(*single), jnp.expand_dims)
+
+    def _beta(self) -> Array:
+        """One for each head."""
+        if self.log_beta is None:
+            beta = jnp.asarray(self.beta)
+        else:
+            beta = jnp.exp(self.log_beta[...])
+        return jnp.broadcast_to(beta, (self.num_heads,))
+
+    def _alpha(self) -> Array | None:
+        """One for each head; None if the separation has none."""
+        if self.alpha is None:
+            return None
+        if isinstance(self.alpha, nnx.Variable):
+            alpha = bounded_alpha(self.alpha[...])
+        else:
+            alpha = jnp.asarray(self.alpha)
+        return jnp.broadcast_to(alpha, (self.num_heads,))
+
+    def _per_head(self, name: str, value: Any) -> np.ndarray:
+        value = np.asarray(value, dtype=np.float64)
+        if value.shape not in ((), (self.num_heads,)):
+            raise ValueError(
+                f"{name} must be a number or have shape ({self.num_heads},), one for "
+                f"each head, got {value.shape}"
+            )
+        return value
+
+    def _extended(self, x: Array, bias: nnx.Variable | None) -> Array:
+        """With the bias pattern and the zero memory behind the others."""
+        more = []
+        if bias is not None:
+            more.append(bias[...].astype(x.dtype))
+        if self.zero_memory:
+            more.append(jnp.zeros(x.shape[-2:], x.dtype))
+        more = [jnp.broadcast_to(m, (*x.shape[:-3], 1, *x.shape[-2:])) for m in more]
+        return jnp.concatenate([x, *more], axis=-3) if more else x
+
+    def _where(self, mask, association_mask, state, columns: int) -> Array | None:
+        """Both masks as `(*batch, 1 or heads, L, columns)`, the batch maybe of ones."""
+        more = self.zero_memory + (self.bias_key is not None)
+        batch, (L, S) = state.shape[:-2], (state.shape[-2], columns - more)
+        where = None
+        if mask is not None:
+            mask = _boolean("mask", mask)
+            if mask.shape not in ((S,), (*batch, S)):
+                raise ValueError(
+                    f"mask must have shape {(S,)} or {(*batch, S)}, got {mask.shape}; "
+                    "what a single state may see goes into association_mask"
+                )
+            mask = jnp.broadcast_to(mask, (*batch, S))
+            where = jnp.broadcast_to(mask[..., None, None, :], (*batch, 1, L, S))
+        if association_mask is not None:
+            seen = _boolean("association_mask", association_mask)
+            shapes = [(L, S), (*batch, L, S), (*batch, 1, L, S)]
+            shapes.append((*batch, self.num_heads, L, S))
+            if seen.shape not in shapes:
+                raise ValueError(
+                    "association_mask must have shape "
+                    f"{' or '.join(map(str, dict.fromkeys(shapes)))}, got {seen.shape}"
+                )
+            if seen.ndim < len(batch) + 3:
+                seen = jnp.broadcast_to(seen, (*batch, L, S))[..., None, :, :]
+            where = seen if where is None else where & seen
+        if where is not None and more:
+            valid = jnp.ones((*where.shape[:-1], more), bool)
+            where = jnp.concatenate([where, valid], axis=-1)
+        return where
+
+
+def _moved(found: Association, change: Callable[[Array, int], Array]) -> Association:
+    """The single axis of heads squeezed out or put in."""
+    fields = zip(found, HEAD_AXES, strict=True)
+    return Association._make(x if x is None else change(x, at) for x, at in fields)
+
+
+def _boolean(name: str, mask: Any) -> Array:
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"{name} must be boolean, true for what may be seen, got dtype {mask.dtype}"
+        )
+    return mask
+
+
+def _unbounded(alpha: np.ndarray) -> Array:
+    """The raw parameter that `bounded_alpha` maps to `alpha`."""
+    if not ((alpha > 1) & (alpha < 2)).all():
+        raise ValueError(f"a learned alpha must start within (1, 2), got {alpha}")
+    return jnp.asarray(np.log((alpha - 1) / (2 - alpha)))
+
+
+def _static(x: np.ndarray) -> Any:
+    """Numbers in place of an array: static data of a module must be hashable."""
+    return tuple(x.tolist()) if x.ndim else float(x)
