@@ -181,11 +181,12 @@ def pivot(rows: Sequence[Mapping[str, Any]], value: str) -> str:
     for (label,), ours in grouped(labelled(rows), ("label",)).items():
         found = grouped(ours, CELL)
         samples = [[row[value] for row in found.get(cell, [])] for cell in cells]
-        lines.append([label, *(_mean(sample) for sample in samples)])
+        lines.append([label, *(mean_and_spread(sample) for sample in samples)])
     return aligned(lines)
 
 
-def _mean(sample: Sequence[float]) -> str:
+def mean_and_spread(sample: Sequence[float]) -> str:
+    """`mean ± standard deviation`; a dash for no value."""
     if not sample:
         return "-"
     text = f"{np.mean(sample):.3g}"

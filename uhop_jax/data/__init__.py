@@ -1,7 +1,7 @@
 """Data sets as NumPy arrays: patterns to store, images to classify."""
 
 from uhop_jax.data.images import IMAGES, Images, images, prepare
-from uhop_jax.data.labelled import labelled_images
+from uhop_jax.data.labelled import labelled_images, subset
 from uhop_jax.data.patterns import SYNTHETIC, Patterns, load, read_patterns, synthetic
 from uhop_jax.data.pictures import read_pictures
 
@@ -16,5 +16,6 @@ __all__ = [
     "prepare",
     "read_patterns",
     "read_pictures",
+    "subset",
     "synthetic",
 ]

@@ -14,7 +14,6 @@ def labelled_images(
     *,
     split: str,
     directory: str | Path | None = None,
-    limit: int | None = None,
 ) -> Images:
     """Loads images with labels.
 
@@ -23,27 +22,30 @@ def labelled_images(
         or a folder with `train/CLASS/*.png` and `test/CLASS/*.png`, all of one size.
       split: `train` or `test`.
       directory: of prepared sets.
-      limit: only so many, drawn evenly from the whole split, in its own order.
 
     Raises:
       ValueError: if there is no such set, or a folder is not as described: a class
         without pictures, mixed sizes, a damaged file.
     """
     check_choice("split", split, SPLITS)
-    if limit is not None:
-        check_count("limit", limit, 1)
     if source == "digits":
         found = images(source)
         test = np.arange(len(found.raw)) % 5 == 0
-        found = _rows(found, test if split == "test" else ~test)
-    elif source in IMAGES:
-        found = images(source, split=split, directory=directory)
-    else:
-        found = _class_folders(Path(source), split)
-    number = len(found.raw)
-    if limit is None or limit >= number:
-        return found
-    return _rows(found, np.linspace(0, number, limit, endpoint=False).astype(int))
+        return _rows(found, test if split == "test" else ~test)
+    if source in IMAGES:
+        return images(source, split=split, directory=directory)
+    return _class_folders(Path(source), split)
+
+
+def subset(found: Images, number: int) -> Images:
+    """So many images, spread evenly over the set, in its own order.
+
+    Raises:
+      ValueError: if there are fewer, or the number is below 1.
+    """
+    check_count("number of images", number, 1, len(found.raw))
+    rows = np.linspace(0, len(found.raw), number, endpoint=False).astype(int)
+    return _rows(found, rows)
 
 
 def _rows(found: Images, rows: np.ndarray) -> Images:

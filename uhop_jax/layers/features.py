@@ -17,7 +17,12 @@ class KernelParam(nnx.Param):
 
 
 class SeparatedMemories(nnx.Intermediate):
-    """Features of the memories of a layer and which are valid, for `nnx.capture`."""
+    """What a kernel is to separate, for `nnx.capture`.
+
+    A tuple with one entry for each call of the layer: features whose gradient reaches
+    the kernel alone, features whose gradient reaches what comes before it too, and
+    which of them are valid (None for all).
+    """
 
 
 class LinearFeatures(nnx.Module):
@@ -80,18 +85,21 @@ def separation_losses(
     *inputs: Any,
     kind: str = "average",
     t: float = 2.0,
+    through: bool = False,
     **options: Any,
 ) -> Float[Array, " layers"]:
     """Separation loss of the kernel of each layer, in one forward pass.
 
     The memories that a layer sees are taken as they are: a loss moves the kernel of its
-    own layer, and nothing else.
+    own layer, and nothing else; but with `through`, all that comes before it.
 
     Args:
       model: a module with `Hopfield` layers that have a kernel.
       *inputs: of the model.
       kind: of the loss, see `separation_loss`.
       t: its scale.
+      through: let gradients pass into what memories are computed by, as the authors'
+        code does.
       **options: keyword arguments of the model.
 
     Returns:
@@ -103,7 +111,8 @@ def separation_losses(
     _, found = nnx.capture(model, SeparatedMemories)(*inputs, **options)
     losses = []
     for _, variable in nnx.to_flat_state(found):
-        for features, where in variable.get_value():
+        for alone, all_through, where in variable.get_value():
+            features = all_through if through else alone
             if where is not None:
                 where = jnp.broadcast_to(where, features.shape[:-1])
             loss = separation_loss(features, kind=kind, t=t, where=where)
@@ -113,10 +122,14 @@ def separation_losses(
     return jnp.stack(losses)
 
 
-def as_kernel(module: Any) -> nnx.Module:
-    """The module, its parameters turned into `KernelParam`s."""
+def as_kernel(module: Any) -> Any:
+    """The module, or what a function makes, its parameters turned `KernelParam`s."""
+    if callable(module) and not isinstance(module, (nnx.Module, type)):
+        module = module()
     if not isinstance(module, nnx.Module):
-        raise ValueError(f"kernel must be True or an nnx.Module, got {module!r}")
+        raise ValueError(
+            f"kernel must be True, an nnx.Module or make one, got {module!r}"
+        )
     for _, node in nnx.iter_modules(module):
         for name, variable in list(vars(node).items()):
             if type(variable) is nnx.Param:

@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax.layers.features import LinearFeatures, SeparatedMemories, as_kernel
+from uhop_jax.layers.masks import combined
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
 from uhop_jax.separation import (
     Entmax,
@@ -68,7 +69,10 @@ class Hopfield(nnx.Module):
         gradients), at most `max_steps` times.
       max_steps: that cap.
       kernel: `Phi`, applied to what queries and keys are projected from: True for
-        `LinearFeatures`, or any module; its `nnx.Param`s become `KernelParam`s.
+        `LinearFeatures`, any module, or a function that makes one, for layers to have
+        each its own; `nnx.Param`s become `KernelParam`s.
+      separate_states: the separation loss of the kernel is over states and memories
+        together, not over the memories alone.
       values: `keys` reads out `W_V W_K Y` (the paper's), `direct` `W_V Y`.
       static: no projections at all: retrieval as the functional core does it. One head.
       project_out: apply the output projection.
@@ -104,7 +108,8 @@ class Hopfield(nnx.Module):
         learn_beta: bool = False,
         steps: int | None = 1,
         max_steps: int = 64,
-        kernel: bool | Callable[[Array], Array] = False,
+        kernel: bool | nnx.Module | Callable[[], nnx.Module] = False,
+        separate_states: bool = False,
         values: str = "keys",
         static: bool = False,
         project_out: bool = True,
@@ -162,7 +167,7 @@ class Hopfield(nnx.Module):
 
         self.num_heads, self.static, self.values = num_heads, static, values
         self.steps, self.max_steps = steps, max_steps
-        self.zero_memory, self.dtype = zero_memory, dtype
+        self.zero_memory, self.separate_states = zero_memory, separate_states
         self.sizes = (state_size, memory_size, value_size)
 
         if isinstance(separation, str):
@@ -358,8 +363,7 @@ class Hopfield(nnx.Module):
         mapped = memories
         if self.kernel is not None:
             if hasattr(self, "__captures__"):  # within `nnx.capture` alone
-                features = self.kernel(lax.stop_gradient(memories))
-                self.sow(SeparatedMemories, "features", (features, mask))
+                self._record(self.kernel, state, memories, mask)
             state, mapped = self.kernel(state), self.kernel(memories)
 
         if self.static:
@@ -373,9 +377,11 @@ class Hopfield(nnx.Module):
                 read = self.value(read)
         if self.norm_query is not None:
             query, keys = self.norm_query(query), self.norm_key(keys)
+        stored = keys.shape[-3]
         keys = self._extended(keys, self.bias_key)
         read = self._extended(read, self.bias_value)
-        where = self._where(mask, association_mask, state, keys.shape[-3])
+        shape = (*state.shape[:-2], self.num_heads, state.shape[-2], keys.shape[-3])
+        where = combined(mask, association_mask, shape, learned=shape[-1] - stored)
 
         # Heads are one axis before the last, (..., L, heads, size).
         arguments = query, keys, read, self._beta(), self._alpha(), where
@@ -391,6 +397,19 @@ class Hopfield(nnx.Module):
         else:
             output = self.out(output)
         return found._replace(output=output)
+
+    def _record(self, kernel, state, memories, mask) -> None:
+        """Leaves to `separation_losses` what the kernel is to separate."""
+        patterns, where = memories, mask
+        if self.separate_states:
+            batch = state.shape[:-2]
+            memories = jnp.broadcast_to(memories, (*batch, *memories.shape[-2:]))
+            patterns = jnp.concatenate([state, memories], axis=-2)
+            if mask is not None:
+                mask = jnp.broadcast_to(mask, memories.shape[:-1])
+                where = jnp.concatenate([jnp.ones(state.shape[:-1], bool), mask], -1)
+        alone = kernel(lax.stop_gradient(patterns))
+        self.sow(SeparatedMemories, "kernel", (alone, kernel(patterns), where))
 
     def _over_heads(
         self, details, query, keys, read, beta, alpha, where
@@ -467,51 +486,11 @@ class Hopfield(nnx.Module):
         more = [jnp.broadcast_to(m, (*x.shape[:-3], 1, *x.shape[-2:])) for m in more]
         return jnp.concatenate([x, *more], axis=-3) if more else x
 
-    def _where(self, mask, association_mask, state, columns: int) -> Array | None:
-        """Both masks as `(*batch, 1 or heads, L, columns)`, the batch maybe of ones."""
-        more = self.zero_memory + (self.bias_key is not None)
-        batch, (L, S) = state.shape[:-2], (state.shape[-2], columns - more)
-        where = None
-        if mask is not None:
-            mask = _boolean("mask", mask)
-            if mask.shape not in ((S,), (*batch, S)):
-                raise ValueError(
-                    f"mask must have shape {(S,)} or {(*batch, S)}, got {mask.shape}; "
-                    "what a single state may see goes into association_mask"
-                )
-            mask = jnp.broadcast_to(mask, (*batch, S))
-            where = jnp.broadcast_to(mask[..., None, None, :], (*batch, 1, L, S))
-        if association_mask is not None:
-            seen = _boolean("association_mask", association_mask)
-            shapes = [(L, S), (*batch, L, S), (*batch, 1, L, S)]
-            shapes.append((*batch, self.num_heads, L, S))
-            if seen.shape not in shapes:
-                raise ValueError(
-                    "association_mask must have shape "
-                    f"{' or '.join(map(str, dict.fromkeys(shapes)))}, got {seen.shape}"
-                )
-            if seen.ndim < len(batch) + 3:
-                seen = jnp.broadcast_to(seen, (*batch, L, S))[..., None, :, :]
-            where = seen if where is None else where & seen
-        if where is not None and more:
-            valid = jnp.ones((*where.shape[:-1], more), bool)
-            where = jnp.concatenate([where, valid], axis=-1)
-        return where
-
 
 def _moved(found: Association, change: Callable[[Array, int], Array]) -> Association:
     """The single axis of heads squeezed out or put in."""
     fields = zip(found, HEAD_AXES, strict=True)
     return Association._make(x if x is None else change(x, at) for x, at in fields)
-
-
-def _boolean(name: str, mask: Any) -> Array:
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_:
-        raise ValueError(
-            f"{name} must be boolean, true for what may be seen, got dtype {mask.dtype}"
-        )
-    return mask
 
 
 def _unbounded(alpha: np.ndarray) -> Array:

@@ -1,0 +1,138 @@
+"""Image classification with Hopfield layers: section 4.2 and appendices F and G.
+
+    python train.py --config=configs/vision.py:VARIANT --config.KEY=VALUE --workdir=DIR
+
+| variant | question | cost on 2 cores |
+|---|---|---|
+| `digits` (default) | does it run? 8 x 8 digits, U-Hop, no download | 1 minute |
+| `cifar10`, `cifar100` | the paper's table, at its hyperparameters | 5 minutes an arm |
+| `tiny_imagenet` | likewise, three layers | use an accelerator |
+| `expressiveness` | maximum training accuracy against sample size | 1 hour |
+| `convergence` | curves for each sample size | 1 hour |
+| `patches` | the honest study: patches of 4 and 8, something to attend to | hours |
+
+Each trains the arms of `--config.arms` (names in `uhop_jax/training/arms.py`) for all
+`--config.seeds`, on any data set: `--config.data.name=digits`, `mnist`, `cifar10`,
+`cifar100`, `tiny_imagenet`, or a folder with `train/CLASS/` and `test/CLASS/`. Several
+arms, sizes or patches make a study: one run in a directory each, one table, one figure.
+"""
+
+import ml_collections
+
+VARIANTS = (
+    "digits",
+    "cifar10",
+    "cifar100",
+    "tiny_imagenet",
+    "expressiveness",
+    "convergence",
+    "patches",
+)
+PAIRS = ("MHM", "MHM + U-Hop", "Sparse MHM", "Sparse MHM + U-Hop")
+CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
+
+
+def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
+    """The config of a variant.
+
+    Raises:
+      ValueError: if the variant is unknown.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(
+            f"unknown variant {variant!r}; choose one of {', '.join(VARIANTS)}"
+        )
+    config = ml_collections.ConfigDict()
+    config.variant = variant
+    config.task = "vision"
+    config.seeds = (0,)  # runs that are trained side by side
+    config.arms = (*PAIRS, *CONTROLS)
+    config.sizes = (0,)  # training images; 0 is all
+    config.patches = (32,)  # sides of a patch, in pixels
+
+    config.data = ml_collections.ConfigDict()
+    config.data.name = "cifar10"
+    config.data.dir = ""  # of prepared data sets; "" is TFDS's own place
+    config.data.test_limit = 0  # test images; 0 is all
+    config.data.on_device = True  # False: streamed
+
+    config.model = ml_collections.ConfigDict()
+    config.model.name = "vih"  # or "transformer"
+    config.model.size = 512  # of tokens
+    config.model.num_heads = 1
+    config.model.depth = 3  # blocks of the transformer
+    config.model.mlp_size = 0  # of the transformer; 0 is four times the size
+    config.model.steps = 1  # updates of a layer
+    config.model.beta = 0.0  # 0 is 1 / sqrt(size of a head)
+    config.model.alpha = 1.5  # of the arms with entmax
+    config.model.dropout = 0.0
+    config.model.dtype = "float32"  # of the computation; parameters are float32
+    config.model.kernel_start = "identity"  # or "random"
+
+    config.train = ml_collections.ConfigDict()
+    config.train.epochs = 25
+    config.train.batch_size = 128
+    config.train.learning_rate = 1e-3
+    config.train.cosine = False  # to zero over the run
+    config.train.weight_decay = 0.0
+    config.train.label_smoothing = 0.0
+    config.train.patience = 0  # epochs without a better test accuracy; 0 is no limit
+    config.train.test_train = False  # also judge the training images without dropout
+    config.train.checkpoint_seconds = 60.0
+
+    config.augment = ml_collections.ConfigDict()
+    config.augment.flip = False
+    config.augment.crop = 0  # pixels
+
+    config.stage_one = ml_collections.ConfigDict()
+    config.stage_one.steps = 1  # N_i
+    config.stage_one.epochs = 1  # of the arms with warm-up
+    config.stage_one.batch_size = 128  # B_1
+    config.stage_one.rate = 0.1
+    config.stage_one.loss = "average"  # or "maximum", "deep"
+    config.stage_one.t = 2.0
+
+    config.eval_only = False  # judge the best checkpoint
+    config.predict = ""  # an image or a folder of them, for the best checkpoint
+    config.distributed = False  # several hosts, by jax.distributed
+
+    match variant:
+        case "digits":
+            config.arms = ("MHM + U-Hop",)
+            config.data.name = "digits"
+            config.patches = (2,)
+            config.model.name = "transformer"
+            config.model.size = 64
+            config.model.num_heads = 4
+            config.model.depth = 2
+            config.train.epochs = 30
+            config.train.batch_size = 64
+            config.train.cosine = True
+            config.stage_one.batch_size = 64
+        case "cifar100":
+            config.data.name = "cifar100"
+        case "tiny_imagenet":
+            config.data.name = "tiny_imagenet"
+            config.patches = (64,)
+            config.model.name = "transformer"
+            config.model.num_heads = 4
+            config.train.learning_rate = 1e-4
+        case "expressiveness":
+            config.arms = PAIRS
+            config.sizes = (1000, 2000, 5000, 10_000, 20_000, 0)
+            config.train.test_train = True
+        case "convergence":
+            config.arms = PAIRS
+            config.sizes = (1000, 2000, 5000, 10_000, 20_000, 0)
+        case "patches":
+            config.patches = (8, 4)
+            config.model.name = "transformer"
+            config.model.size = 128
+            config.model.num_heads = 4
+            config.model.dropout = 0.1
+            config.train.epochs = 10
+            config.train.cosine = True
+            config.train.weight_decay = 0.05
+            config.augment.flip = True
+            config.augment.crop = 4
+    return config

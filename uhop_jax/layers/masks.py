@@ -1,0 +1,62 @@
+"""Which memories a state may see."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+
+def combined(
+    mask: Any, association_mask: Any, shape: tuple[int, ...], *, learned: int
+) -> Bool[Array, "..."] | None:
+    """Both masks of a layer as one.
+
+    Args:
+      mask: `(S,)` or `(*batch, S)`, true for valid memories; or None.
+      association_mask: `(L, S)`, `(*batch, L, S)` or `(*batch, 1 or heads, L, S)`, true
+        where a state may see a memory; or None.
+      shape: `(*batch, heads, L, S + learned)` of the weights.
+      learned: memories of the layer itself behind the others, which all states see.
+
+    Returns:
+      `(*batch, 1 or heads, L, S + learned)`; None if there is no mask.
+
+    Raises:
+      ValueError: if a mask has another shape, or is not boolean.
+    """
+    *batch, heads, L, S = shape
+    S -= learned
+    where = None
+    if mask is not None:
+        mask = _boolean("mask", mask)
+        if mask.shape not in ((S,), (*batch, S)):
+            raise ValueError(
+                f"mask must have shape {(S,)} or {(*batch, S)}, got {mask.shape}; "
+                "what a single state may see goes into association_mask"
+            )
+        mask = jnp.broadcast_to(mask, (*batch, S))
+        where = jnp.broadcast_to(mask[..., None, None, :], (*batch, 1, L, S))
+    if association_mask is not None:
+        seen = _boolean("association_mask", association_mask)
+        shapes = [(L, S), (*batch, L, S), (*batch, 1, L, S), (*batch, heads, L, S)]
+        if seen.shape not in shapes:
+            raise ValueError(
+                "association_mask must have shape "
+                f"{' or '.join(map(str, dict.fromkeys(shapes)))}, got {seen.shape}"
+            )
+        if seen.ndim < len(shape):
+            seen = jnp.broadcast_to(seen, (*batch, L, S))[..., None, :, :]
+        where = seen if where is None else where & seen
+    if where is not None and learned:
+        valid = jnp.ones((*where.shape[:-1], learned), bool)
+        where = jnp.concatenate([where, valid], axis=-1)
+    return where
+
+
+def _boolean(name: str, mask: Any) -> Array:
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"{name} must be boolean, true for what may be seen, got dtype {mask.dtype}"
+        )
+    return mask

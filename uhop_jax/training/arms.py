@@ -1,0 +1,62 @@
+"""The arms of a study: a separation, with or without U-Hop, and the controls."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from uhop_jax._checks import check_choice
+
+
+class Arm(NamedTuple):
+    """What tells an arm from the others.
+
+    Attributes:
+      separation: of every Hopfield layer.
+      kernel: whether layers have one.
+      schedule: of Stage I.
+      by_task: whether the task moves kernels.
+      start: of the kernel; "" is that of the config.
+      reference: layers as the authors' code has them under U-Hop: direct values, a
+        kernel with a bias and a random start, the class token among what is separated.
+      matched: no kernel, but tokens large enough for at least as many parameters as
+        the U-Hop arm has.
+    """
+
+    separation: str
+    kernel: bool = False
+    schedule: str = "none"
+    by_task: bool = False
+    start: str = ""
+    reference: bool = False
+    matched: bool = False
+
+
+def _arms() -> dict[str, Arm]:
+    found: dict[str, Arm] = {}
+    bases = {"MHM": "softmax", "Sparse MHM": "sparsemax", "entmax": "entmax"}
+    for name, separation in bases.items():
+        found |= {
+            name: Arm(separation),
+            f"{name} + U-Hop": Arm(separation, True, "bilevel"),
+            f"{name} + U-Hop, warm-up": Arm(separation, True, "warmup"),
+            f"{name} + U-Hop, then task": Arm(separation, True, "bilevel", True),
+            f"{name} + U-Hop, reference": Arm(
+                separation, True, "reference", True, "random", True
+            ),
+            f"{name} + untrained kernel": Arm(separation, True, start="random"),
+            f"{name} + kernel by task": Arm(separation, True, by_task=True),
+            f"{name}, matched size": Arm(separation, matched=True),
+        }
+    return found
+
+
+ARMS: Mapping[str, Arm] = _arms()
+
+
+def arm_of(name: str) -> Arm:
+    """The arm of that name.
+
+    Raises:
+      ValueError: if there is none (the choices are listed).
+    """
+    check_choice("arm", name, ARMS)
+    return ARMS[name]

@@ -1,0 +1,435 @@
+"""A run: from the seed, or from where it was interrupted, to its files."""
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from uhop_jax import plotting, records
+from uhop_jax._checks import check_count
+from uhop_jax.training.checkpoints import Checkpoints
+from uhop_jax.training.steps import Split, Trainer, TrainState
+
+CHUNK_SECONDS = 1.0  # of work between two looks at the clock
+STREAM_BYTES = 256e6  # of examples that are streamed at once
+
+
+class Options(NamedTuple):
+    """How a run is carried out; nothing here changes its results.
+
+    Attributes:
+      on_device: keep the whole data set in device memory; otherwise it is streamed.
+      checkpoint_seconds: between two checkpoints within an epoch.
+      progress: show a bar.
+    """
+
+    on_device: bool = True
+    checkpoint_seconds: float = 60.0
+    progress: bool = True
+
+
+class Goal(NamedTuple):
+    """When a run ends, and what is best.
+
+    Attributes:
+      epochs: at most.
+      metric: of the test split, such as `accuracy`.
+      least: whether less of it is better.
+      patience: epochs without a better one after which the run ends; None never.
+      test_train: also judge the train split after each epoch, without dropout.
+    """
+
+    epochs: int
+    metric: str
+    least: bool = False
+    patience: int | None = None
+    test_train: bool = False
+
+
+def columns(trainer: Trainer, goal: Goal) -> dict[str, type]:
+    """Of `metrics.csv`, with their types."""
+    found: dict[str, type] = {"phase": str, "epoch": int, "step": int, "seed": int}
+    parts = ("train", "test", "fit") if goal.test_train else ("train", "test")
+    for part in parts:
+        found |= {f"{part}_{name}": float for name in trainer.metrics}
+    return found | {"separation": float}
+
+
+def train(
+    trainer: Trainer,
+    goal: Goal,
+    workdir: Path,
+    *,
+    seeds: Sequence[int],
+    options: Options = Options(),
+) -> list[dict[str, Any]]:
+    """Trains to the end, or continues a run that was interrupted.
+
+    Writes `metrics.csv` (one line for each epoch and seed: metrics while training, of
+    the test split, and with `test_train` of the train split as `fit_`), `curves.png`,
+    TensorBoard events and checkpoints into `workdir`. Interrupted by a signal, it saves
+    a checkpoint first; killed, it loses at most what came after the last one, and
+    computes that again, bit for bit.
+
+    Returns:
+      The records of `metrics.csv`.
+
+    Raises:
+      ValueError: if `workdir` holds another run, or a checkpoint of another model.
+      FloatingPointError: if the loss is no longer finite; checkpoints stay.
+    """
+    check_count("epochs", goal.epochs, 1)
+    chief = jax.process_index() == 0
+    path = workdir / "metrics.csv"
+    rows = records.read_rows(path, columns(trainer, goal))
+    checkpoints = Checkpoints(
+        workdir / "checkpoints", metric=f"test_{goal.metric}", least=goal.least
+    )
+    state = trainer.init()
+    found = checkpoints.latest(state)
+    step = 0
+    if found is not None:
+        step, state = found
+    rows = [row for row in rows if row["step"] <= step]
+    phases = _phases(trainer, goal)
+    total = sum(phase.epochs * phase.steps for phase in phases)
+    data = Data(trainer, on_device=options.on_device)
+    saved = time.monotonic()
+    board = _board(workdir / "tensorboard", step) if chief else None
+    bar = tqdm(
+        total=total * trainer.batch_size,
+        initial=step * trainer.batch_size,
+        unit="example",
+        unit_scale=True,
+        desc=workdir.name,
+        disable=not (options.progress and chief),
+    )
+    try:
+        with _signals() as stopped:
+            for phase, epoch, offset, begun in _epochs(phases, step):
+                if _patience_is_over(rows, goal):
+                    break
+                for done, new_state in data.run(state, phase, epoch, offset):
+                    state, step = new_state, begun + done
+                    bar.update(step * trainer.batch_size - bar.n)
+                    _check_finite(state, phase, epoch, checkpoints)
+                    late = time.monotonic() - saved > options.checkpoint_seconds
+                    if done < phase.steps and (late or stopped):
+                        checkpoints.save(step, state, None)
+                        saved = time.monotonic()
+                        if stopped:
+                            raise KeyboardInterrupt
+                new = _records(data, goal, state, phase, epoch, step, seeds)
+                rows += new
+                if chief:
+                    records.write_csv(path, rows)
+                    _log(board, new)
+                state = state._replace(sums=trainer.place(trainer.no_sums()))
+                means = _means(new) if phase.name == "task" else None
+                checkpoints.save(step, state, means)
+                saved = time.monotonic()
+                if means:
+                    name = f"test_{goal.metric}"
+                    bar.set_postfix_str(f"epoch {epoch + 1}, {name} {means[name]:.4g}")
+                if stopped:
+                    raise KeyboardInterrupt
+    finally:
+        bar.close()
+        checkpoints.close()
+        if board is not None:
+            board.close()
+    if chief:
+        _curves(workdir / "curves.png", rows, trainer, goal)
+    return rows
+
+
+def best_state(trainer: Trainer, goal: Goal, workdir: Path) -> tuple[int, TrainState]:
+    """Step and state of the best checkpoint of a run.
+
+    Raises:
+      ValueError: if there is none that can be read.
+    """
+    directory = workdir / "checkpoints"
+    if not directory.is_dir():
+        raise ValueError(f"there is no checkpoint in {directory}; train first")
+    like = jax.eval_shape(trainer.init)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=trainer.replicated),
+        like,
+    )
+    checkpoints = Checkpoints(directory, metric=f"test_{goal.metric}", least=goal.least)
+    try:
+        return checkpoints.best(like)
+    finally:
+        checkpoints.close()
+
+
+class Phase(NamedTuple):
+    """A part of a run: `stage_one` alone, or the `task`."""
+
+    name: str
+    epochs: int
+    steps: int  # of an epoch
+
+
+class Data:
+    """The examples of a run, on the device or streamed to it.
+
+    Args:
+      trainer: whose task they belong to.
+      on_device: keep all of them on the device, once they are used.
+    """
+
+    def __init__(self, trainer: Trainer, *, on_device: bool = True):
+        self.trainer, self.on_device = trainer, on_device
+        self._placed: dict[int, Any] = {}
+        self._steps = 1
+
+    def run(
+        self, state: TrainState, phase: Phase, epoch: int, first: int
+    ) -> Iterator[tuple[int, TrainState]]:
+        """The steps of an epoch from `first` on; yields now and then."""
+        trainer, split = self.trainer, self.trainer.task.train
+        if phase.name == "task":
+            order = trainer.order(epoch)
+        else:
+            order = {"stage": trainer.stage_order(epoch)}
+        resident = self._resident(split)
+        if not resident:
+            order = jax.tree.map(np.asarray, order)
+            self._steps = self._streamed_steps(split, order)
+            chunk = self._gathered(split, order, first)
+        while first < phase.steps:
+            began = time.monotonic()
+            count = min(self._steps, phase.steps - first)
+            arrays, rows, at = (self._arrays(split), order, first)
+            if not resident:
+                (arrays, rows), at = chunk, 0
+            if phase.name == "task":
+                number = epoch * phase.steps + first - at
+                state = trainer.advance(state, arrays, rows, at, at + count, number)
+            else:
+                state = trainer.separate(state, arrays, rows["stage"], at, at + count)
+            first += count
+            if not resident and first < phase.steps:  # while the device works
+                chunk = self._gathered(split, order, first)
+            jax.block_until_ready(state.sums)
+            if resident and time.monotonic() - began < CHUNK_SECONDS / 2:
+                self._steps *= 2
+            yield first, state
+
+    def evaluate(self, state: TrainState, part: str) -> dict[str, np.ndarray]:
+        """Mean of each metric over the whole `train` or `test` split, for each seed."""
+        split: Split = getattr(self.trainer.task, part)
+        names = self.trainer.metrics
+        sums = {name: np.zeros(len(self.trainer.keys)) for name in names}
+        for arrays, number in self._blocks(split):
+            found = self.trainer.evaluate(state, arrays, number, part)
+            for name in names:
+                sums[name] += np.asarray(found[name], np.float64)
+        return {name: total / split.size for name, total in sums.items()}
+
+    def _resident(self, split: Split) -> bool:
+        return self.on_device or not split.by_row
+
+    def _arrays(self, split: Split) -> Any:
+        if id(split) not in self._placed:
+            self._placed[id(split)] = self.trainer.place(dict(split.arrays))
+        return self._placed[id(split)]
+
+    def _blocks(self, split: Split) -> Iterator[tuple[Any, int]]:
+        if self._resident(split):
+            yield self._arrays(split), split.size
+            return
+        batch = self.trainer.batch_size
+        size = max(int(STREAM_BYTES / _row_bytes(split)) // batch, 1) * batch
+        for first in range(0, split.size, size):
+            index = np.minimum(np.arange(first, first + size), split.size - 1)
+            arrays = {name: x[index] for name, x in split.arrays.items()}
+            yield self.trainer.place(arrays), min(size, split.size - first)
+
+    def _streamed_steps(self, split: Split, order: dict[str, np.ndarray]) -> int:
+        examples = sum(x.shape[0] * x.shape[2] for x in order.values())
+        return max(int(STREAM_BYTES / (_row_bytes(split) * examples)), 1)
+
+    def _gathered(
+        self, split: Split, order: dict[str, np.ndarray], first: int
+    ) -> tuple[Any, dict[str, np.ndarray]]:
+        """The examples of some steps, and the order in terms of them."""
+        rows, parts, begun = {}, [], 0
+        for name, index in order.items():
+            part = index[:, first : first + self._steps]
+            missing = self._steps - part.shape[1]  # all chunks share one program
+            part = np.pad(part, ((0, 0), (0, missing), (0, 0)))
+            parts.append(part.ravel())
+            rows[name] = np.arange(begun, begun + part.size, dtype=np.int32).reshape(
+                part.shape
+            )
+            begun += part.size
+        index = np.concatenate(parts)
+        arrays = {name: x[index] for name, x in split.arrays.items()}
+        return self.trainer.place(arrays), rows
+
+
+def _row_bytes(split: Split) -> float:
+    return max(sum(x.nbytes for x in split.arrays.values()) / split.size, 1.0)
+
+
+def _phases(trainer: Trainer, goal: Goal) -> list[Phase]:
+    task = Phase("task", goal.epochs, trainer.steps_per_epoch)
+    stage = trainer.stage_one
+    if stage.schedule not in ("warmup", "reference"):
+        return [task]
+    steps = trainer.task.train.size // trainer.stage_batch
+    return [Phase("stage_one", stage.epochs, steps), task]
+
+
+def _epochs(
+    phases: Sequence[Phase], step: int
+) -> Iterator[tuple[Phase, int, int, int]]:
+    """Phase, epoch, first step within it, and the number of the epoch's first step."""
+    begun = 0
+    for phase in phases:
+        for epoch in range(phase.epochs):
+            if step < begun + phase.steps:
+                yield phase, epoch, max(step - begun, 0), begun
+            begun += phase.steps
+
+
+def _records(
+    data: Data,
+    goal: Goal,
+    state: TrainState,
+    phase: Phase,
+    epoch: int,
+    step: int,
+    seeds: Sequence[int],
+) -> list[dict[str, Any]]:
+    """One record for each seed at the end of an epoch."""
+    trainer = data.trainer
+    sums = {name: np.asarray(x, np.float64) for name, x in state.sums.items()}
+    found: dict[str, Any] = {name: [""] * len(seeds) for name in columns(trainer, goal)}
+    if phase.name == "task":
+        for name in trainer.metrics:
+            found[f"train_{name}"] = sums[name] / sums["examples"]
+        parts = {"test": "test"} | ({"fit": "train"} if goal.test_train else {})
+        for prefix, part in parts.items():
+            for name, values in data.evaluate(state, part).items():
+                found[f"{prefix}_{name}"] = values
+    separations = phase.steps
+    if phase.name == "task":
+        bilevel = trainer.stage_one.schedule == "bilevel"
+        separations *= trainer.stage_one.steps if bilevel else 0
+    if separations:
+        found["separation"] = sums["separation"] / separations
+    rows = []
+    for number, seed in enumerate(seeds):
+        row: dict[str, Any] = {name: x[number] for name, x in found.items()}
+        row = {name: x if x == "" else float(x) for name, x in row.items()}
+        row |= {"phase": phase.name, "epoch": epoch + 1, "step": step, "seed": seed}
+        rows.append(row)
+    return rows
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean over seeds of each metric."""
+    names = [name for name in rows[0] if name.startswith(("train_", "test_", "fit_"))]
+    return {name: float(np.mean([row[name] for row in rows])) for name in names}
+
+
+def _patience_is_over(rows: Sequence[Mapping[str, Any]], goal: Goal) -> bool:
+    if goal.patience is None:
+        return False
+    name = f"test_{goal.metric}"
+    epochs = records.grouped([r for r in rows if r["phase"] == "task"], ("epoch",))
+    values = [_means(ours)[name] for ours in epochs.values()]
+    if not values:
+        return False
+    best = int(np.argmin(values) if goal.least else np.argmax(values))
+    return len(values) - 1 - best >= goal.patience
+
+
+def _check_finite(
+    state: TrainState, phase: Phase, epoch: int, checkpoints: Checkpoints
+) -> None:
+    for name in ("loss", "separation"):
+        if not np.isfinite(np.asarray(state.sums[name])).all():
+            rate = "train.learning_rate" if name == "loss" else "stage_one.rate"
+            raise FloatingPointError(
+                f"the {name} is no longer finite in epoch {epoch + 1} of phase "
+                f"{phase.name}; checkpoints in {checkpoints.directory} are from "
+                f"before; lower {rate}"
+            )
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects the first SIGINT or SIGTERM, so that the step at hand is finished."""
+    caught: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        del frame
+        caught.append(number)
+        for one, handler in before.items():  # a second one acts at once
+            signal.signal(one, handler)
+
+    for which in (signal.SIGINT, signal.SIGTERM):
+        try:
+            before[which] = signal.signal(which, note)
+        except ValueError:  # not the main thread
+            break
+    try:
+        yield caught
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _board(directory: Path, step: int) -> Any:
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter(str(directory), purge_step=step)
+
+
+def _log(board: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, float) and math.isfinite(value):
+                board.add_scalar(f"{name}/seed {row['seed']}", value, row["step"])
+    board.flush()
+
+
+def _curves(
+    path: Path, rows: Sequence[Mapping[str, Any]], trainer: Trainer, goal: Goal
+) -> None:
+    """Metrics against epochs, as in the paper's figures of convergence."""
+    names = {"train": "while training", "test": "test", "fit": "train, no dropout"}
+    parts = []
+    task = [row for row in rows if row["phase"] == "task"]
+    for metric in trainer.metrics:
+        long = [
+            {"epoch": row["epoch"], "value": row[f"{part}_{metric}"], "part": name}
+            for part, name in names.items()
+            if f"{part}_{metric}" in columns(trainer, goal)
+            for row in task
+        ]
+        curves = records.curves(long, "epoch", "value", "part")
+        parts.append(plotting.Panel(metric, curves, "epoch", metric))
+    for phase, ours in records.grouped(rows, ("phase",)).items():
+        long = [dict(row, part="separation") for row in ours]
+        curves = records.curves(long, "epoch", "separation", "part")
+        if curves:
+            title = "separation loss" + (", Stage I" if phase[0] != "task" else "")
+            parts.append(plotting.Panel(title, curves, "epoch", "separation loss"))
+    seeds = len({row["seed"] for row in rows})
+    plotting.panels(
+        path, parts, title=f"{seeds} seeds (mean ± standard deviation)" * (seeds > 1)
+    )

@@ -1,0 +1,414 @@
+"""Training as pure functions: compiled once, whole epochs on the device.
+
+Everything here has a leading axis of seeds: runs that differ in their seed alone are
+one program. Random numbers come from the seed and the number of the step, never from a
+state, so that a run continued from any step is the run that was never interrupted.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax.layers import KernelParam, separation_losses
+from uhop_jax.losses import LOSSES
+
+SCHEDULES = ("none", "bilevel", "warmup", "reference")
+# Streams of random numbers of a seed.
+INIT, ORDER, STAGE_ONE, TASK = range(4)
+
+Batch = Mapping[str, Array]
+
+
+class Split(NamedTuple):
+    """Examples of one part of a data set.
+
+    Attributes:
+      arrays: by name, one row for each example (or what `take` makes examples of).
+      size: number of examples.
+      take: `take(arrays, index)` gives the batch of some examples.
+      by_row: whether each array has one row for each example, so that a part of the
+        rows can be streamed.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    size: int
+    take: Callable[[Mapping[str, Array], Array], Batch]
+    by_row: bool = True
+
+
+class Task(NamedTuple):
+    """What is learned.
+
+    Attributes:
+      build: `build(rngs)` makes the model.
+      score: `score(model, batch, key)` gives metrics by name, one for each example;
+        `loss` is what is minimised. Without a key nothing is random.
+      inputs: `inputs(batch)` gives the arguments of the model, for separation losses.
+      augment: `augment(batch, key)` changes a batch before training on it.
+      train: examples to learn from.
+      test: examples to be judged by.
+    """
+
+    build: Callable[[nnx.Rngs], nnx.Module]
+    score: Callable[[Any, Batch, Array | None], dict[str, Array]]
+    inputs: Callable[[Batch], tuple]
+    augment: Callable[[Batch, Array], Batch]
+    train: Split
+    test: Split
+
+
+class StageOne(NamedTuple):
+    """How kernels are learned beside the task.
+
+    Attributes:
+      schedule: `none`; `bilevel`, `steps` Stage I steps before each step of the task
+        [algo:bi-level]; `warmup`, `epochs` of Stage I before the first; or `reference`,
+        as the authors' code: like `warmup`, but over all parameters, not kernels alone.
+      steps: `N_i`.
+      epochs: of the other two schedules.
+      batch_size: `B_1`, memory sets in a step.
+      rate: of SGD.
+      loss: kind of the separation loss.
+      t: its scale.
+      by_task: whether the task moves the kernels too.
+    """
+
+    schedule: str = "none"
+    steps: int = 1
+    epochs: int = 1
+    batch_size: int = 128
+    rate: float = 0.1
+    loss: str = "average"
+    t: float = 2.0
+    by_task: bool = False
+
+    def check(self) -> None:
+        """Raises `ValueError` if a value is out of range."""
+        check_choice("stage_one.schedule", self.schedule, SCHEDULES)
+        check_choice("stage_one.loss", self.loss, LOSSES)
+        check_count("stage_one.steps", self.steps, 1)
+        check_count("stage_one.epochs", self.epochs, 1)
+        check_count("stage_one.batch_size", self.batch_size, 1)
+        check_positive("stage_one.rate", self.rate)
+        check_positive("stage_one.t", self.t)
+
+
+class TrainState(NamedTuple):
+    """All that a run carries from step to step, with a leading axis of seeds.
+
+    Attributes:
+      kernels: what Stage I moves.
+      rest: the other parameters.
+      optimizer: of the task.
+      sums: metrics of the epoch so far, added up over examples.
+    """
+
+    kernels: Any
+    rest: Any
+    optimizer: Any
+    sums: dict[str, Array]
+
+
+class Trainer:
+    """The compiled functions of a run.
+
+    Args:
+      task: what is learned.
+      optimizer: of the task.
+      stage_one: how kernels are learned.
+      batch_size: examples in a step of the task, `B_2`.
+      seeds: runs that are trained side by side.
+      devices: over which each batch is spread.
+
+    Raises:
+      ValueError: if a number is out of range, or batches do not fit the devices.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: optax.GradientTransformation,
+        stage_one: StageOne,
+        *,
+        batch_size: int,
+        seeds: Sequence[int],
+        devices: Sequence[Any] | None = None,
+    ):
+        stage_one.check()
+        check_count("batch_size", batch_size, 1)
+        if not seeds:
+            raise ValueError("seeds must name at least one seed")
+        devices = jax.devices() if devices is None else devices
+        self.task, self.optimizer, self.stage_one = task, optimizer, stage_one
+        self.batch_size = min(batch_size, task.train.size)
+        self.stage_batch = min(stage_one.batch_size, task.train.size)
+        for name, size in (
+            ("batch_size", self.batch_size),
+            ("stage_one.batch_size", self.stage_batch),
+        ):
+            if size % len(devices):
+                raise ValueError(
+                    f"{name} must be a multiple of the {len(devices)} devices, got "
+                    f"{size}"
+                )
+        self.mesh = jax.make_mesh(
+            (len(devices),), ("batch",), axis_types=(AxisType.Auto,), devices=devices
+        )
+        self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+        self.steps_per_epoch = task.train.size // self.batch_size
+        model = nnx.eval_shape(lambda: task.build(nnx.Rngs(0)))
+        graphdef, kernels, *_ = nnx.split(model, KernelParam, ...)
+        self.graphdef: Any = graphdef
+        self.has_kernels = bool(jax.tree.leaves(kernels))
+        if stage_one.schedule != "none" and not self.has_kernels:
+            raise ValueError(
+                f"stage_one.schedule {stage_one.schedule!r} needs a model with kernels"
+            )
+
+    # Placement
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Where states and resident examples are: on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def place(self, tree: Any) -> Any:
+        """Copies to every device."""
+        return jax.device_put(tree, self.replicated)
+
+    def _take(self, split: Split, arrays: Any, index: Array) -> Batch:
+        """A batch, spread over the devices."""
+        spread = NamedSharding(self.mesh, PartitionSpec("batch"))
+        index = lax.with_sharding_constraint(index, spread)
+        batch = split.take(arrays, index)
+        return jax.tree.map(
+            lambda x: lax.with_sharding_constraint(x, spread), dict(batch)
+        )
+
+    # Functions of a run
+
+    def init(self) -> TrainState:
+        """The state before the first step."""
+
+        @jax.jit
+        @jax.vmap
+        def build(key: Array) -> TrainState:
+            model = self.task.build(nnx.Rngs(jax.random.fold_in(key, INIT)))
+            _, kernels, rest = nnx.split(model, KernelParam, ...)  # type: ignore[misc]
+            kernels, rest = nnx.to_pure_dict(kernels), nnx.to_pure_dict(rest)
+            learned = (kernels, rest) if self._task_moves_kernels else rest
+            return TrainState(kernels, rest, self.optimizer.init(learned), {})
+
+        state = build(self.keys)
+        return self.place(state._replace(sums=self.no_sums()))
+
+    def no_sums(self) -> dict[str, Array]:
+        """Sums of an epoch in which nothing has happened."""
+        names = (*self.metrics, "separation", "examples")
+        # Arrays of their own: a state is donated to the step that follows it.
+        return {name: jnp.zeros(len(self.keys), jnp.float32) for name in names}
+
+    @functools.cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics of the task."""
+
+        def score(arrays: Any) -> dict[str, Array]:
+            model = self.task.build(nnx.Rngs(0))
+            batch = self.task.train.take(arrays, jnp.zeros(1, jnp.int32))
+            return self.task.score(model, batch, None)
+
+        return tuple(jax.eval_shape(score, dict(self.task.train.arrays)))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def order(self, epoch: Array) -> dict[str, Array]:
+        """Which examples each step of an epoch sees, `(seeds, steps, size)`.
+
+        The task sees each example at most once; what does not fill a batch is left out,
+        in every epoch another part. Stage I draws its batches anew at every step.
+        """
+        size, steps = self.task.train.size, self.steps_per_epoch
+        draws = self.stage_one.steps if self.stage_one.schedule == "bilevel" else 0
+
+        def of_seed(key: Array) -> dict[str, Array]:
+            key = jax.random.fold_in(jax.random.fold_in(key, ORDER), epoch)
+            order = jax.random.permutation(key, size)[: steps * self.batch_size]
+            shape = (steps, draws * self.stage_batch)
+            stage = jax.random.randint(jax.random.fold_in(key, 1), shape, 0, size)
+            return {"task": order.reshape(steps, -1), "stage": stage}
+
+        return jax.vmap(of_seed)(self.keys)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def stage_order(self, epoch: Array) -> Array:
+        """Which examples each step of an epoch of Stage I sees."""
+        size = self.task.train.size
+        steps = size // self.stage_batch
+
+        def of_seed(key: Array) -> Array:
+            key = jax.random.fold_in(jax.random.fold_in(key, STAGE_ONE), epoch)
+            order = jax.random.permutation(key, size)[: steps * self.stage_batch]
+            return order.reshape(steps, -1)
+
+        return jax.vmap(of_seed)(self.keys)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def advance(
+        self,
+        state: TrainState,
+        arrays: Any,
+        order: dict[str, Array],
+        first: Array,
+        last: Array,
+        offset: Array,
+    ) -> TrainState:
+        """Steps `first` to `last` of an order, whose first step is number `offset`."""
+
+        def body(i: Array, state: TrainState) -> TrainState:
+            rows = jax.tree.map(lambda x: x[:, i], order)
+            return jax.vmap(self._step, (0, None, 0, 0, None))(
+                state, arrays, rows, self.keys, offset + i
+            )
+
+        return lax.fori_loop(first, last, body, state)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def separate(
+        self, state: TrainState, arrays: Any, order: Array, first: Array, last: Array
+    ) -> TrainState:
+        """Steps `first` to `last` of Stage I alone."""
+        through = self.stage_one.schedule == "reference"
+
+        def one(state: TrainState, rows: Array) -> TrainState:
+            return self._separation_step(state, arrays, rows, through)
+
+        def body(i: Array, state: TrainState) -> TrainState:
+            return jax.vmap(one)(state, order[:, i])
+
+        return lax.fori_loop(first, last, body, state)
+
+    @functools.partial(jax.jit, static_argnums=(0, 4))
+    def evaluate(
+        self, state: TrainState, arrays: Any, number: Array, part: str = "test"
+    ) -> dict[str, Array]:
+        """Sums of the metrics over the first `number` examples of some arrays."""
+        split: Split = getattr(self.task, part)
+        size = -(-self.batch_size // self.mesh.size) * self.mesh.size
+
+        def one(kernels: Any, rest: Any) -> dict[str, Array]:
+            model = nnx.merge(self.graphdef, kernels, rest)
+
+            def body(i: Array, sums: dict[str, Array]) -> dict[str, Array]:
+                index = i * size + jnp.arange(size)
+                valid = index < number
+                index = jnp.minimum(index, number - 1)
+                batch = self._take(split, arrays, index)
+                found = self.task.score(model, batch, None)
+                return {
+                    name: total + jnp.where(valid, found[name], 0.0).sum()
+                    for name, total in sums.items()
+                }
+
+            zeros = {name: jnp.zeros((), jnp.float32) for name in self.metrics}
+            return lax.fori_loop(0, (number + size - 1) // size, body, zeros)
+
+        return jax.vmap(one)(state.kernels, state.rest)
+
+    @functools.partial(jax.jit, static_argnums=(0, 3))
+    def outputs(self, state: TrainState, inputs: tuple, seed: int = 0) -> Array:
+        """What the model of one seed makes of some inputs."""
+        pick = lambda tree: jax.tree.map(lambda x: x[seed], tree)  # noqa: E731
+        model: Any = nnx.merge(self.graphdef, pick(state.kernels), pick(state.rest))
+        return model(*inputs)
+
+    # One step of one seed
+
+    @property
+    def _task_moves_kernels(self) -> bool:
+        return self.stage_one.by_task or self.stage_one.schedule == "reference"
+
+    def _step(
+        self,
+        state: TrainState,
+        arrays: Any,
+        rows: dict[str, Array],
+        key: Array,
+        number: Array,
+    ) -> TrainState:
+        """Algorithm 2 [algo:bi-level]: Stage I on the kernels, then the task."""
+        if self.stage_one.schedule == "bilevel":
+            batches = rows["stage"].reshape(self.stage_one.steps, self.stage_batch)
+            state, _ = lax.scan(
+                lambda state, index: (
+                    self._separation_step(state, arrays, index, False),
+                    None,
+                ),
+                state,
+                batches,
+            )
+        key = jax.random.fold_in(jax.random.fold_in(key, TASK), number)
+        keys = jax.random.split(key)
+        batch = self._take(self.task.train, arrays, rows["task"])
+        batch = self.task.augment(batch, keys[0])
+
+        def loss(learned: Any) -> tuple[Array, dict[str, Array]]:
+            kernels, rest = (
+                learned if self._task_moves_kernels else (state.kernels, learned)
+            )
+            model = nnx.merge(self.graphdef, kernels, rest)
+            found = self.task.score(model, batch, keys[1])
+            return found["loss"].mean(), found
+
+        learned = (
+            (state.kernels, state.rest) if self._task_moves_kernels else state.rest
+        )
+        slope, found = jax.grad(loss, has_aux=True)(learned)
+        moves, optimizer = self.optimizer.update(slope, state.optimizer, learned)
+        learned = optax.apply_updates(learned, moves)
+        kernels, rest = (
+            learned if self._task_moves_kernels else (state.kernels, learned)
+        )
+        sums = dict(state.sums)
+        for name in self.metrics:
+            sums[name] = sums[name] + found[name].sum()
+        sums["examples"] = sums["examples"] + len(found["loss"])
+        return TrainState(kernels, rest, optimizer, sums)
+
+    def _separation_step(
+        self, state: TrainState, arrays: Any, index: Array, through: bool
+    ) -> TrainState:
+        """One SGD step on the separation losses of all layers [algo:bi-level]."""
+        batch = self._take(self.task.train, arrays, index)
+        inputs = self.task.inputs(batch)
+
+        def loss(learned: Any) -> Array:
+            kernels, rest = learned if through else (learned, state.rest)
+            model = nnx.merge(self.graphdef, kernels, rest)
+            losses = separation_losses(
+                model,
+                *inputs,
+                kind=self.stage_one.loss,
+                t=self.stage_one.t,
+                through=through,
+            )
+            return losses.mean()
+
+        learned = (state.kernels, state.rest) if through else state.kernels
+        value, slope = jax.value_and_grad(loss)(learned)
+        learned = jax.tree.map(
+            lambda w, g: w - jnp.asarray(self.stage_one.rate, w.dtype) * g,
+            learned,
+            slope,
+        )
+        kernels, rest = learned if through else (learned, state.rest)
+        sums = state.sums | {"separation": state.sums["separation"] + value}
+        return state._replace(kernels=kernels, rest=rest, sums=sums)
