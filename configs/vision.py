@@ -105,10 +105,13 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
             config.model.size = 64
             config.model.num_heads = 4
             config.model.depth = 2
+            config.model.dropout = 0.1
             config.train.epochs = 30
-            config.train.batch_size = 64
+            config.train.batch_size = 32
+            config.train.learning_rate = 3e-3
             config.train.cosine = True
-            config.stage_one.batch_size = 64
+            config.train.label_smoothing = 0.1
+            config.stage_one.batch_size = 32
         case "cifar100":
             config.data.name = "cifar100"
         case "tiny_imagenet":
