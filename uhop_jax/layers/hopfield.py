@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax.layers.features import LinearFeatures, SeparatedMemories, as_kernel
-from uhop_jax.layers.masks import combined
+from uhop_jax.layers.masks import checked_mask, combined
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
 from uhop_jax.separation import (
     Entmax,
@@ -353,6 +353,13 @@ class Hopfield(nnx.Module):
                     f"got {values.shape}"
                 )
 
+        if mask is not None:  # padding may hold anything, NaN too
+            mask = checked_mask(mask, state.shape[:-2], memories.shape[-2])
+            empty = jnp.zeros((), memories.dtype)
+            seen = mask.any(tuple(range(mask.ndim - 1))) if shared else mask
+            memories = jnp.where(seen[..., None], memories, empty)
+            if values is not None:
+                values = jnp.where(seen[..., None], values, jnp.zeros((), values.dtype))
         if self.norm_state is not None:
             state = self.norm_state(state)
         if self.norm_memory is not None:

@@ -12,7 +12,7 @@ def combined(
     """Both masks of a layer as one.
 
     Args:
-      mask: `(S,)` or `(*batch, S)`, true for valid memories; or None.
+      mask: of `checked_mask`, or None.
       association_mask: `(L, S)`, `(*batch, L, S)` or `(*batch, 1 or heads, L, S)`, true
         where a state may see a memory; or None.
       shape: `(*batch, heads, L, S + learned)` of the weights.
@@ -28,12 +28,6 @@ def combined(
     S -= learned
     where = None
     if mask is not None:
-        mask = _boolean("mask", mask)
-        if mask.shape not in ((S,), (*batch, S)):
-            raise ValueError(
-                f"mask must have shape {(S,)} or {(*batch, S)}, got {mask.shape}; "
-                "what a single state may see goes into association_mask"
-            )
         mask = jnp.broadcast_to(mask, (*batch, S))
         where = jnp.broadcast_to(mask[..., None, None, :], (*batch, 1, L, S))
     if association_mask is not None:
@@ -51,6 +45,21 @@ def combined(
         valid = jnp.ones((*where.shape[:-1], learned), bool)
         where = jnp.concatenate([where, valid], axis=-1)
     return where
+
+
+def checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Bool[Array, "*batch S"]:
+    """The mask of valid memories, `(S,)` or `(*batch, S)`.
+
+    Raises:
+      ValueError: if it has another shape, or is not boolean.
+    """
+    mask = _boolean("mask", mask)
+    if mask.shape not in ((S,), (*batch, S)):
+        raise ValueError(
+            f"mask must have shape {(S,)} or {(*batch, S)}, got {mask.shape}; what a "
+            "single state may see goes into association_mask"
+        )
+    return mask
 
 
 def _boolean(name: str, mask: Any) -> Array:

@@ -1,0 +1,606 @@
+"""Layers: what each option does, against attention and against the functional core."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close, every_dtype
+from flax import nnx
+
+import uhop_jax as uhop
+from uhop_jax.layers import (
+    Association,
+    Hopfield,
+    HopfieldAttention,
+    HopfieldLayer,
+    HopfieldPooling,
+    KernelParam,
+    LinearFeatures,
+    separation_losses,
+)
+
+B, L, S, D, H = 3, 5, 7, 16, 4
+
+
+def patterns(*shape, seed=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+STATE, MEMORIES = patterns(B, L, D), patterns(B, S, D, seed=1)
+
+
+def layer(size=D, seed=0, **options):
+    return Hopfield(size, rngs=nnx.Rngs(seed), **options)
+
+
+def number_of_parameters(model):
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model)))
+
+
+# Against what it must equal -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_softmax_and_direct_values_equal_attention(bias):
+    theirs = nnx.MultiHeadAttention(
+        H, D, decode=False, use_bias=bias, rngs=nnx.Rngs(3), keep_rngs=False
+    )
+    ours = HopfieldAttention(H, D, use_bias=bias, rngs=nnx.Rngs(4))
+    for name in ("query", "key", "value", "out"):
+        weights = getattr(theirs, name).kernel[...]
+        getattr(ours.association, name).kernel[...] = weights
+        if bias:  # not zero, as they start
+            value = patterns(*getattr(theirs, name).bias.shape, seed=9)
+            getattr(theirs, name).bias[...] = value
+            getattr(ours.association, name).bias[...] = value
+    assert_close(ours(STATE, MEMORIES), theirs(STATE, MEMORIES))
+    assert_close(ours(STATE), theirs(STATE))
+    assert_close(ours(STATE, MEMORIES, -MEMORIES), theirs(STATE, MEMORIES, -MEMORIES))
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, (B, 1, L, S))
+    mask = mask.at[..., 0].set(True)
+    assert_close(ours(STATE, MEMORIES, mask=mask), theirs(STATE, MEMORIES, mask=mask))
+
+
+@pytest.mark.parametrize("separation", ["softmax", "sparsemax"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_static_layers_equal_the_core_bit_for_bit(separation, steps):
+    static = layer(static=True, separation=separation, steps=steps, beta=0.7)
+    core = uhop.separation_from_name(separation)
+    for memories in (MEMORIES, MEMORIES[0]):
+        found = static.associate(STATE, memories)
+        wanted = uhop.retrieve(memories, STATE, beta=0.7, separation=core, steps=steps)
+        np.testing.assert_array_equal(found.output, wanted.state)
+        np.testing.assert_array_equal(found.weights, wanted.weights)
+
+
+def test_until_convergence_equals_the_core():
+    static = layer(static=True, steps=None, beta=0.5)
+    found = static.associate(STATE, MEMORIES)
+    wanted = uhop.converge(MEMORIES, STATE, beta=0.5, max_steps=64)
+    np.testing.assert_array_equal(found.output, wanted.state)
+    np.testing.assert_array_equal(found.energy, wanted.energy)
+    np.testing.assert_array_equal(found.steps, wanted.steps)
+    assert bool(found.converged.all())
+
+
+def test_the_energy_is_that_of_the_retrieved_state():
+    static = layer(static=True, steps=2, beta=0.5)
+    found = static.associate(STATE, MEMORIES)
+    wanted = uhop.energy(MEMORIES, found.output, beta=0.5)
+    assert_close(found.energy, wanted)
+    assert layer(separation="polynomial").associate(STATE).energy is None
+
+
+def test_an_identity_kernel_equals_the_plain_layer():
+    plain, kernel = layer(num_heads=H), layer(num_heads=H, kernel=True)
+    assert_close(kernel(STATE, MEMORIES), plain(STATE, MEMORIES))
+
+
+@pytest.mark.parametrize("values", ["keys", "direct"])
+def test_equals_the_equation_of_the_paper(values):
+    """`sep(beta (W_Q Phi(R)) (W_K Phi(Y))^T) W_V W_K Y`, head by head [sec:DL]."""
+    kernel = LinearFeatures(D, start="random", rngs=nnx.Rngs(5))
+    model = layer(num_heads=H, kernel=kernel, values=values)
+    weights = {
+        name: np.asarray(getattr(model, name).kernel[...], np.float64)
+        for name in ("query", "key", "value", "out")
+    }
+    phi = np.asarray(kernel.weights[...], np.float64)
+    R, Y = np.asarray(STATE[0], np.float64), np.asarray(MEMORIES[0], np.float64)
+    wanted = 0.0
+    for h in range(H):
+        q, k = R @ phi @ weights["query"][:, h], Y @ phi @ weights["key"][:, h]
+        z = q @ k.T / np.sqrt(D // H)
+        p = np.exp(z - z.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        if values == "direct":
+            v = Y @ weights["value"][:, h]
+        else:
+            raw = np.einsum("sd,dhe->she", Y, weights["key"])
+            v = np.einsum("she,hev->sv", raw, weights["value"][:, :, h])
+        wanted = wanted + p @ v @ weights["out"][h]
+    assert_close(model(STATE[0], MEMORIES[0]), wanted, scale=3)
+
+
+# Options (UC-27) ----------------------------------------------------------------------
+
+OPTIONS = {
+    "memory_size": (12, {}),
+    "value_size": (12, {"values": "direct"}),
+    "num_heads": (H, {}),
+    "head_size": (8, {}),
+    "value_head_size": (8, {}),
+    "out_size": (8, {}),
+    "separation": ("sparsemax", {}),
+    "learn_alpha": (True, {"separation": uhop.Entmax(1.5)}),
+    "beta": (2.0, {}),
+    "learn_beta": (True, {}),
+    "steps": (3, {}),
+    "max_steps": (2, {"steps": None, "beta": 2.0}),
+    "kernel": (True, {}),
+    "separate_states": (True, {"kernel": True}),
+    "values": ("direct", {}),
+    "static": (True, {}),
+    "project_out": (False, {}),
+    "use_bias": (False, {}),
+    "normalize_state": (True, {}),
+    "normalize_memory": (True, {}),
+    "normalize_value": (True, {"values": "direct"}),
+    "normalize_pattern": (True, {}),
+    "bias_pattern": (True, {}),
+    "zero_memory": (True, {}),
+    "dropout": (0.5, {}),
+    "dtype": (jnp.bfloat16, {}),
+    "param_dtype": (jnp.float64, {}),
+}
+
+
+def test_every_option_is_in_the_table():
+    parameters = inspect.signature(Hopfield.__init__).parameters
+    assert set(OPTIONS) == set(parameters) - {"self", "state_size", "rngs"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_does_something(name):
+    value, base = OPTIONS[name]
+    plain, changed = layer(**base), layer(**base, **{name: value})
+    if number_of_parameters(plain) != number_of_parameters(changed):
+        return
+    shapes = [
+        jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(m))
+        for m in (plain, changed)
+    ]
+    if str(shapes[0]) != str(shapes[1]):
+        return
+    if name == "separate_states":
+        losses = [separation_losses(m, STATE, MEMORIES) for m in (plain, changed)]
+        assert abs(losses[0] - losses[1]) > 1e-3
+        return
+    key = jax.random.key(0)
+    found = [m.associate(3 * STATE, 3 * MEMORIES, key=key) for m in (plain, changed)]
+    if found[0].output.shape != found[1].output.shape:
+        return
+    differ = found[0].weights.shape != found[1].weights.shape
+    differ |= found[0].output.dtype != found[1].output.dtype
+    differ |= bool((found[0].steps != found[1].steps).any()) and name == "max_steps"
+    assert differ or float(abs(found[0].output - found[1].output).max()) > 1e-3
+
+
+def test_one_normalisation_without_the_others():  # UC-28
+    flags = [name for name in OPTIONS if name.startswith("normalize")]
+    for off in flags:
+        options = {name: name != off for name in flags}
+        found = layer(values="direct", **options)(STATE, MEMORIES)
+        assert bool(jnp.isfinite(found).all())
+
+
+@pytest.mark.parametrize("beta", [None, 1, 1.0, np.float32(1), np.full(1, 1.0)])
+def test_types_of_beta(beta):  # UC-28
+    found = layer(beta=beta)(STATE, MEMORIES)
+    assert bool(jnp.isfinite(found).all())
+
+
+def test_the_default_beta():  # UC-28: scores 1, 2, 3 in a head of 4
+    static = layer(4, static=True)
+    state = jnp.asarray([[1.0, 0, 0, 0]])
+    memories = jnp.zeros((3, 4)).at[:, 0].set(jnp.asarray([1.0, 2, 3]))
+    weights = static.associate(state, memories).weights
+    assert_close(weights, [[0.18632372, 0.30719589, 0.50648039]], floor=1e-8)
+
+
+def test_heads_with_their_own_alpha_and_beta():
+    alpha, beta = np.asarray([1.0, 1.3, 1.5, 2.0]), np.asarray([0.1, 0.5, 1.0, 3.0])
+    together = layer(num_heads=H, separation=uhop.Entmax(alpha), beta=beta)
+    found = together.associate(STATE, MEMORIES).weights
+    for h in range(H):
+        single = layer(
+            num_heads=H, separation=uhop.Entmax(float(alpha[h])), beta=float(beta[h])
+        )
+        wanted = single.associate(STATE, MEMORIES).weights
+        assert_close(found[:, h], wanted[:, h])
+
+
+@pytest.mark.parametrize("shape", [(), (H,)])
+def test_alpha_and_beta_are_learned(shape):
+    alpha = jnp.full(shape, 1.3)
+    model = layer(
+        num_heads=H,
+        separation=uhop.Entmax(alpha),
+        learn_alpha=True,
+        beta=np.full(shape, 0.4),
+        learn_beta=True,
+    )
+    fixed = layer(num_heads=H, separation=uhop.Entmax(1.3), beta=0.4)
+    assert_close(model(STATE, MEMORIES), fixed(STATE, MEMORIES), scale=10)
+    assert model.alpha.shape == model.log_beta.shape == shape
+    graphdef, state = nnx.split(model)
+
+    def loss(state):
+        return (nnx.merge(graphdef, state)(STATE, MEMORIES) ** 2).sum()
+
+    slope = jax.grad(loss)(state)
+    for name in ("alpha", "log_beta"):
+        assert float(abs(slope[name][...]).min()) > 0
+
+
+# Masks (UC-24, UC-25) -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "separation, steps", [("softmax", 1), ("sparsemax", 3), ("entmax", None)]
+)
+def test_an_empty_bag_leaves_the_others_alone(separation, steps):
+    model = layer(num_heads=H, separation=separation, steps=steps)
+    mask = jnp.ones((2, S), bool).at[1].set(False)
+    bags = MEMORIES[:2].at[1].set(jnp.nan)
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def slopes(state, bags, mask, states):
+        found = nnx.merge(graphdef, state)(states, bags, mask=mask)
+        return (found[0] ** 2).sum(), found
+
+    slope, found = slopes(state, bags, mask, STATE[:2])
+    alone, wanted = slopes(state, bags[:1], mask[:1], STATE[:1])
+    assert_close(found[0], wanted[0])
+    for ours, theirs in zip(
+        jax.tree.leaves(slope), jax.tree.leaves(alone), strict=True
+    ):
+        assert bool(jnp.isfinite(ours).all())
+        assert_close(ours, theirs, scale=20)
+    assert_close(found[1], jnp.broadcast_to(model.out.bias[...], (L, D)))
+
+
+def test_exactly_one_memory_allowed():
+    model = layer(static=True)
+    mask = jnp.zeros((B, S), bool).at[jnp.arange(B), jnp.asarray([0, 3, 6])].set(True)
+    found = model(STATE, MEMORIES, mask=mask)
+    for b, s in enumerate((0, 3, 6)):
+        assert_close(found[b], jnp.broadcast_to(MEMORIES[b, s], (L, D)))
+
+
+@pytest.mark.parametrize("memories", ["batch", "shared"])
+def test_masked_memories_equal_their_absence(memories):
+    model = layer(num_heads=H, bias_pattern=True, zero_memory=True)
+    stored = MEMORIES if memories == "batch" else MEMORIES[0]
+    kept = jnp.asarray([0, 2, 5])
+    mask = jnp.zeros(S, bool).at[kept].set(True)
+    wanted = model(STATE, stored[..., kept, :])
+    assert_close(model(STATE, stored, mask=mask), wanted)
+    full = jnp.broadcast_to(mask, (B, S))
+    assert_close(model(STATE, stored, mask=full), wanted)
+    pairs = jnp.broadcast_to(mask, (L, S))
+    for shape in ((L, S), (B, L, S), (B, 1, L, S), (B, H, L, S)):
+        seen = jnp.broadcast_to(pairs, shape)
+        assert_close(model(STATE, stored, association_mask=seen), wanted)
+    assert_close(model(STATE, stored, mask=mask, association_mask=pairs), wanted)
+
+
+def test_heads_see_what_their_mask_shows():
+    model = layer(num_heads=H)
+    seen = jax.random.bernoulli(jax.random.key(4), 0.5, (B, H, L, S))
+    seen = seen.at[..., 2].set(True)
+    weights = model.associate(STATE, MEMORIES, association_mask=seen).weights
+    assert float(jnp.where(seen, 0.0, weights).max()) == 0.0
+    assert_close(weights.sum(-1), jnp.ones((B, H, L)))
+
+
+WRONG_MASKS = [
+    ({"mask": np.ones((L, S), bool)}, r"mask must have shape \(7,\) or \(3, 7\)"),
+    ({"mask": np.ones(S, np.uint8)}, "mask must be boolean.*uint8"),
+    ({"mask": np.ones(S, np.float32)}, "mask must be boolean.*float32"),
+    ({"association_mask": np.ones((S, L), bool)}, "association_mask must have shape"),
+    ({"association_mask": np.ones((B, 2, L, S), bool)}, "association_mask must have"),
+]
+
+
+@pytest.mark.parametrize("options, message", WRONG_MASKS)
+def test_wrong_masks(untyped, options, message):
+    with pytest.raises(ValueError, match=message):
+        layer(num_heads=H)(STATE, MEMORIES, **options)
+
+
+# Learned memories, pooling, zero memory -----------------------------------------------
+
+
+def test_bias_pattern_and_zero_memory():  # UC-27
+    bias = layer(num_heads=H, bias_pattern=True).associate(STATE, MEMORIES)
+    assert bias.weights.shape == (B, H, L, S + 1)
+    zero = layer(num_heads=H, zero_memory=True).associate(STATE, MEMORIES)
+    assert zero.weights.shape == (B, H, L, S + 1)
+    assert_close(zero.weights.sum(-1), jnp.ones((B, H, L)))
+    assert_close(bias.weights.sum(-1), jnp.ones((B, H, L)))
+
+
+def test_a_zero_memory_is_softmax1():
+    zero, null = layer(zero_memory=True), layer(separation="softmax1")
+    assert_close(zero(STATE, MEMORIES), null(STATE, MEMORIES))
+
+
+@pytest.mark.parametrize("make", [HopfieldPooling, HopfieldLayer])
+def test_learned_patterns(make):  # UC-31
+    def built(seed):
+        return make(D, 3, rngs=nnx.Rngs(seed))
+
+    same, again, other = built(0), built(0), built(1)
+    for a, b, c in zip(
+        *(jax.tree.leaves(nnx.state(m)) for m in (same, again, other)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+        assert bool(jnp.isfinite(a).all())
+        assert bool((a != c).any()) or not a.any()  # biases begin at zero
+    learned = same.state if make is HopfieldPooling else same.memories
+    assert bool((learned[...] != 0).all())
+    shape = (1, 3, D) if make is HopfieldPooling else (1, S, D)
+    assert same(MEMORIES[:1]).shape == shape
+    assert isinstance(same.associate(MEMORIES[:1]), Association)
+
+
+def test_pooling_is_association_with_learned_states():
+    pool = HopfieldPooling(D, 3, num_heads=H, rngs=nnx.Rngs(0))
+    mask = jnp.arange(S) < 4
+    states = jnp.broadcast_to(pool.state[...], (B, 3, D))
+    wanted = pool.association(states, MEMORIES, mask=mask)
+    assert_close(pool(MEMORIES, mask=mask), wanted)
+
+
+def test_lookup_reads_out_learned_values():
+    model = HopfieldLayer(
+        D, 9, values="direct", value_size=5, learn_values=True, rngs=nnx.Rngs(0)
+    )
+    wanted = model.association(STATE, model.memories[...], model.targets[...])
+    assert_close(model(STATE), wanted)
+    with pytest.raises(ValueError, match="learn_values needs values='direct'"):
+        HopfieldLayer(D, 9, learn_values=True, rngs=nnx.Rngs(0))
+
+
+def test_shared_memories_equal_tiled_ones():
+    for options in ({"num_heads": H}, {"static": True}, {"steps": None}):
+        model = layer(**options)
+        tiled = jnp.broadcast_to(MEMORIES[0], (B, S, D))
+        found = model.associate(STATE, MEMORIES[0])
+        wanted = model.associate(STATE, tiled)
+        assert_close(found.output, wanted.output)
+        assert_close(found.weights, wanted.weights)
+        assert_close(model(STATE, MEMORIES[:1]), wanted.output)
+
+
+# Dropout and weights (UC-29, UC-30) ---------------------------------------------------
+
+
+def test_dropout():
+    model = layer(num_heads=H, dropout=0.5)
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(model(STATE, MEMORIES), model(STATE, MEMORIES))
+    one, two = model(STATE, MEMORIES, key=key), model(STATE, MEMORIES, key=key)
+    np.testing.assert_array_equal(one, two)
+    assert float(abs(one - model(STATE, MEMORIES)).max()) > 1e-3
+    assert float(abs(one - model(STATE, MEMORIES, key=jax.random.key(1))).max()) > 1e-3
+    details = model.associate(STATE, MEMORIES, key=key)
+    np.testing.assert_array_equal(details.output, one)
+    wanted = model.associate(STATE, MEMORIES).weights
+    np.testing.assert_array_equal(details.weights, wanted)
+    assert_close(wanted.sum(-1), jnp.ones((B, H, L)))
+
+
+def test_dropout_differs_between_heads_and_rows():
+    """Constant values, equal weights: what is read out counts the weights kept."""
+    model = layer(num_heads=H, dropout=0.5, project_out=False, values="direct")
+    ones = jnp.ones((B, 64, D), jnp.float32)
+    found = model(ones[:, :L], ones, key=jax.random.key(0)).reshape(B, L, H, -1)
+    counts = np.asarray(found[..., 0] / found[..., 0].mean((0, 1)))
+    assert len(np.unique(counts.round(4))) > 10
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+def test_dropout_rates(untyped, rate):
+    with pytest.raises(ValueError, match="dropout must be in"):
+        layer(dropout=rate)
+
+
+def test_a_replacement_for_attention_asks_for_rngs():
+    model = HopfieldAttention(H, D, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="rngs="):
+        model(STATE)
+    with_key = model(STATE, rngs=jax.random.key(0))
+    assert float(abs(with_key - model(STATE, deterministic=True)).max()) > 1e-3
+    assert model(STATE, rngs=nnx.Rngs(dropout=0)).shape == STATE.shape
+
+
+def test_sparse_layers_have_exact_zeros():  # UC-26
+    weights = layer(separation="sparsemax", beta=50.0).associate(STATE).weights
+    assert float((weights == 0).mean()) > 0.5
+
+
+# Kernels and separation losses --------------------------------------------------------
+
+
+def test_separation_losses_move_the_kernel_alone():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.first = Hopfield(D, kernel=True, rngs=rngs)
+            self.second = Hopfield(D, kernel=True, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+    model = Two(nnx.Rngs(0))
+    before = nnx.to_pure_dict(nnx.state(model))
+    losses = separation_losses(model, STATE)
+    features = [STATE, model.first(STATE)]
+    wanted = [uhop.separation_loss(f).mean() for f in features]
+    assert_close(losses, jnp.stack(wanted))
+    after = nnx.to_pure_dict(nnx.state(model))
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    graphdef, kernels, rest = nnx.split(model, KernelParam, ...)
+    assert len(jax.tree.leaves(kernels)) == 2
+
+    def total(kernels, rest, through):
+        merged = nnx.merge(graphdef, kernels, rest)
+        return separation_losses(merged, STATE, through=through)[1]
+
+    own = jax.grad(total)(kernels, rest, False)
+    assert float(abs(own["first"]["kernel"]["weights"][...]).max()) == 0
+    assert float(abs(own["second"]["kernel"]["weights"][...]).max()) > 0
+    others = jax.grad(total, argnums=1)(kernels, rest, False)
+    assert all(float(abs(x).max()) == 0 for x in jax.tree.leaves(others))
+    through = jax.grad(total)(kernels, rest, True)
+    assert float(abs(through["first"]["kernel"]["weights"][...]).max()) > 0
+
+
+def test_separation_losses_leave_masked_memories_out():
+    model = layer(kernel=True)
+    mask = jnp.arange(S) < 4
+    found = separation_losses(model, STATE, MEMORIES, mask=mask)
+    wanted = separation_losses(model, STATE, MEMORIES[:, :4])
+    assert_close(found, wanted)
+    with pytest.raises(ValueError, match="no Hopfield layer with a kernel"):
+        separation_losses(layer(), STATE)
+
+
+def test_any_module_can_be_a_kernel():
+    features = nnx.Sequential(
+        nnx.Linear(D, 24, rngs=nnx.Rngs(0)),
+        jax.nn.relu,
+        nnx.Linear(24, 6, rngs=nnx.Rngs(1)),
+    )
+    model = layer(kernel=features, values="direct")
+    _, kernels, _ = nnx.split(model, KernelParam, ...)
+    assert sum(x.size for x in jax.tree.leaves(kernels)) == 24 * (D + 1) + 6 * 25
+    assert model(STATE, MEMORIES).shape == STATE.shape
+    with pytest.raises(ValueError, match="keeps the dimension"):
+        layer(kernel=LinearFeatures(D, 6, rngs=nnx.Rngs(0)))
+
+
+# Robustness ---------------------------------------------------------------------------
+
+WRONG = [
+    ({"separation": "reluu"}, "unknown separation 'reluu'; choose one of softmax"),
+    ({"separation": jax.nn.softmax}, "separation must be a Separation or its name"),
+    ({"num_heads": 3}, "num_heads 3 must divide state_size 16"),
+    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    ({"steps": 0}, "steps must be at least 1, got 0"),
+    ({"values": "both"}, "unknown values 'both'; choose one of keys, direct"),
+    ({"beta": -1.0}, "beta must be positive and finite, got -1.0"),
+    (
+        {"beta": np.ones(3), "num_heads": 4},
+        r"beta must be a number or have shape \(4,\)",
+    ),
+    ({"learn_alpha": True}, "learn_alpha needs an Entmax separation"),
+    ({"separation": uhop.Entmax(0.5)}, "alpha must be at least 1, got 0.5"),
+    ({"static": True, "num_heads": 4}, "static layer has one head, got num_heads 4"),
+    ({"static": True, "memory_size": 4}, "got state_size 16 and memory_size 4"),
+    ({"kernel": True, "memory_size": 4}, "got state_size 16 and memory_size 4"),
+    ({"kernel": "linear"}, "kernel must be True, an nnx.Module"),
+    ({"normalize_value": True}, "normalize_value needs values='direct'"),
+]
+
+
+@pytest.mark.parametrize("options, message", WRONG)
+def test_wrong_options(untyped, options, message):
+    with pytest.raises(ValueError, match=message):
+        layer(**options)
+
+
+WRONG_CALLS = [
+    ((STATE[..., :4],), r"state must have shape \(..., L, 16\), got \(3, 5, 4\)"),
+    ((STATE, MEMORIES[..., :4]), r"memories must have shape \(..., S, 16\)"),
+    ((STATE, MEMORIES[:2]), r"memories have shape \(2, 7, 16\), state \(3, 5, 16\)"),
+    ((STATE, MEMORIES, MEMORIES), "values need a layer with values='direct'"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", WRONG_CALLS)
+def test_wrong_calls(untyped, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        layer()(*arguments)
+
+
+@every_dtype
+def test_dtypes(dtype):
+    model = layer(num_heads=H, kernel=True, steps=2, param_dtype=dtype)
+    state, memories = STATE.astype(dtype), MEMORIES.astype(dtype)
+    found = model(state, memories)
+    assert found.dtype == dtype
+    exact = layer(num_heads=H, kernel=True, steps=2, param_dtype=jnp.float64)
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(exact)),
+        jax.tree.leaves(nnx.state(model)),
+        strict=True,
+    ):
+        assert ours.shape == theirs.shape
+    exact_state = jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(model))
+    nnx.update(exact, exact_state)
+    wanted = exact(state.astype(jnp.float64), memories.astype(jnp.float64))
+    assert_close(found, wanted, scale=5)
+
+
+def test_bfloat16_computation_keeps_float32_parameters():
+    model = layer(num_heads=H, kernel=True, dtype=jnp.bfloat16, normalize_state=True)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own LayerNorm needs it
+        assert model(STATE, MEMORIES).dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {
+        jnp.dtype(jnp.float32)
+    }
+
+
+def test_compiles_once(compilations):  # UC-33
+    model = layer(num_heads=H, kernel=True, separation=uhop.Entmax(1.5))
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, x):
+        return nnx.merge(graphdef, state)(x)
+
+    run(state, STATE)
+    before = len(compilations)
+    run(jax.tree.map(lambda x: 2 * x, state), STATE)
+    # Doubling each parameter compiles, the layer does not.
+    assert all(seconds < 1 for seconds in compilations[before:])
+    doubled = jax.tree.map(lambda x: 2 * x, state)
+    before = len(compilations)
+    run(doubled, STATE)
+    assert len(compilations) == before
+
+
+def test_in_linen():
+    import flax.linen as nn
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            bridged = nnx.bridge.ToLinen(
+                Hopfield, args=(D,), kwargs={"num_heads": H, "kernel": True}
+            )
+            return nn.Dense(2)(bridged(x))
+
+    model = Model()
+    variables = model.init(jax.random.key(0), STATE)
+    found = jax.jit(model.apply)(variables, STATE)
+    assert found.shape == (B, L, 2)
+    slope = jax.grad(lambda v: model.apply(v, STATE).sum())(variables)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(slope))
