@@ -1,5 +1,6 @@
 """Strict JAX for every test, and what all tests share."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -45,6 +46,15 @@ def assert_close(actual, expected, *, floor=0.0, scale=1.0):
     np.testing.assert_allclose(
         actual.astype(np.float64), expected, rtol=tolerance, atol=tolerance
     )
+
+
+def config_of(name, *variant):
+    """A config of `configs/`."""
+    path = ROOT / "configs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"configs_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(*variant)
 
 
 @pytest.fixture

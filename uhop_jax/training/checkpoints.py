@@ -38,6 +38,7 @@ class Checkpoints:
         self.directory, self.metric, self.least = directory, metric, least
         self._manager = ocp.CheckpointManager(
             directory.absolute(),
+            item_handlers=ocp.StandardCheckpointHandler(),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policy, enable_async_checkpointing=True
             ),

@@ -314,7 +314,8 @@ class Trainer:
                 batch = self._take(split, arrays, index)
                 found = self.task.score(model, batch, None)
                 return {
-                    name: total + jnp.where(valid, found[name], 0.0).sum()
+                    name: total
+                    + jnp.where(valid, found[name], 0.0).sum(dtype=jnp.float32)
                     for name, total in sums.items()
                 }
 
@@ -379,7 +380,7 @@ class Trainer:
         )
         sums = dict(state.sums)
         for name in self.metrics:
-            sums[name] = sums[name] + found[name].sum()
+            sums[name] = sums[name] + found[name].sum(dtype=jnp.float32)
         sums["examples"] = sums["examples"] + len(found["loss"])
         return TrainState(kernels, rest, optimizer, sums)
 

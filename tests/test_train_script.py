@@ -1,0 +1,357 @@
+"""`train.py` from end to end: files, interruption, damage, and wrong input."""
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from conftest import ROOT, config_of
+from PIL import Image
+
+from uhop_jax.data import labelled_images
+from uhop_jax.training import train_and_evaluate
+
+TINY = {
+    "sizes": (40,),
+    "patches": (4,),
+    "data.name": "digits",
+    "data.test_limit": 20,
+    "model.size": 8,
+    "model.depth": 1,
+    "model.num_heads": 2,
+    "model.mlp_size": 8,
+    "train.epochs": 2,
+    "train.batch_size": 10,
+    "stage_one.batch_size": 10,
+}
+FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax and Flax themselves mix dtypes under 64-bit."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def tiny(variant="digits", **changes):
+    config = config_of("vision", variant)
+    config.update_from_flattened_dict(TINY | changes)
+    return config
+
+
+def records(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def script(*flags, devices=1, wait=True):
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "--xla_backend_optimization_level=0"
+    }
+    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if not wait:
+        return process
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that is over, and what it printed."""
+    workdir = tmp_path_factory.mktemp("finished")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        train_and_evaluate(tiny(seeds=(0, 1)), workdir)
+    return workdir
+
+
+def test_a_run_writes_its_files(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert names == {
+        "checkpoints",
+        "config.json",
+        "curves.png",
+        "figure.png",
+        "metrics.csv",
+        "results.csv",
+        "tensorboard",
+    }
+    rows = records(finished / "metrics.csv")
+    assert [(r["epoch"], r["seed"]) for r in rows] == [
+        ("1", "0"),
+        ("1", "1"),
+        ("2", "0"),
+        ("2", "1"),
+    ]
+    assert [r["step"] for r in rows] == ["4", "4", "8", "8"]
+    assert all(float(r["separation"]) < 0 for r in rows)
+    results = records(finished / "results.csv")
+    assert [r["arm"] for r in results] == ["MHM + U-Hop"] * 2
+    assert results[0]["test_accuracy"] == rows[2]["test_accuracy"]
+    config = json.loads((finished / "config.json").read_text())
+    assert config["cell"] == {"arm": "MHM + U-Hop", "size": 40, "patch": 4}
+    assert {p.name for p in (finished / "checkpoints").iterdir()} >= {"4", "8"}
+    for name in ("curves.png", "figure.png"):
+        with Image.open(finished / name) as picture:
+            assert min(picture.size) > 300
+
+
+def test_a_finished_run_is_not_repeated(finished, capsys):
+    before = (finished / "metrics.csv").read_bytes()
+    steps = sorted(p.name for p in (finished / "checkpoints").iterdir())
+    train_and_evaluate(tiny(seeds=(0, 1)), finished)
+    assert (finished / "metrics.csv").read_bytes() == before
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir()) == steps
+    assert "MHM + U-Hop" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
+    train_and_evaluate(tiny(seeds=(0, 1), eval_only=True), finished)
+    printed = capsys.readouterr().out
+    rows = records(finished / "metrics.csv")
+    means = [
+        np.mean([float(r["test_accuracy"]) for r in rows if r["epoch"] == epoch])
+        for epoch in "12"
+    ]
+    assert f"accuracy {max(means):.3g}" in printed and "20 test images" in printed
+
+    images = labelled_images("digits", split="test")
+    for number in range(3):
+        pixels = (images.raw[number, ..., 0] * (255 // 16)).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    train_and_evaluate(tiny(seeds=(0, 1), predict=str(tmp_path)), finished)
+    found = records(finished / "predictions.csv")
+    assert [row["image"] for row in found] == ["0.png", "1.png", "2.png"]
+    assert all(row["class"] in map(str, range(10)) for row in found)
+    assert all(0.1 <= float(row["probability"]) <= 1 for row in found)
+    (finished / "predictions.csv").unlink()
+    Image.fromarray(np.zeros((9, 8), np.uint8)).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match="takes images of 8 x 8 with 1 channels"):
+        train_and_evaluate(
+            tiny(seeds=(0, 1), predict=str(tmp_path / "0.png")), finished
+        )
+
+
+def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
+    arms = ("Sparse MHM + U-Hop, warm-up", "MHM, matched size")
+    changes = {"arms": arms[:1], "train.epochs": 1, "sizes": (20, 40)}
+    train_and_evaluate(tiny(**changes), tmp_path)
+    rows = records(tmp_path / "results.csv")
+    assert [(r["arm"], r["size"]) for r in rows] == [(arms[0], "20"), (arms[0], "40")]
+    inner = tmp_path / "sparse_mhm_with_u_hop_warm_up_20_images_patch_4"
+    phases = [row["phase"] for row in records(inner / "metrics.csv")]
+    assert phases == ["stage_one", "task"]
+    assert "max train acc. %" in capsys.readouterr().out
+    # Another arm later finds the others finished.
+    before = (inner / "metrics.csv").stat().st_mtime_ns
+    changes |= {"arms": arms, "sizes": (20,)}
+    train_and_evaluate(tiny(**changes), tmp_path)
+    assert (inner / "metrics.csv").stat().st_mtime_ns == before
+    kernel, matched = records(tmp_path / "results.csv")
+    assert int(kernel["parameters"]) <= int(matched["parameters"])
+
+
+VARIANTS = (
+    "cifar10",
+    "cifar100",
+    "tiny_imagenet",
+    "expressiveness",
+    "convergence",
+    "patches",
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_runs_small(variant, tmp_path):
+    changes = {"train.epochs": 1, "arms": ("MHM + U-Hop",)}
+    train_and_evaluate(tiny(variant, **changes), tmp_path)
+    assert len(records(tmp_path / "results.csv")) == 1
+
+
+def test_images_that_the_user_has(tmp_path, capsys):
+    """Class folders; grey and colour, sizes, empty classes are refused."""
+    root = tmp_path / "mine"
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 2, 6, 8, 8), dtype=np.uint8)
+    for s, split in enumerate(("train", "test")):
+        for c, name in enumerate(("cat", "dog")):
+            (root / split / name).mkdir(parents=True)
+            for n in range(6):
+                picture = Image.fromarray(pixels[s, c, n])
+                picture.save(root / split / name / f"{n}.png")
+    changes = {"data.name": str(root), "data.test_limit": 0, "sizes": (0,)}
+    changes |= {"train.epochs": 1, "train.batch_size": 4}
+    found = labelled_images(str(root), split="test")
+    np.testing.assert_array_equal(found.raw[7, ..., 0], pixels[1, 1, 1])
+    assert found.classes == ("cat", "dog") and list(found.labels) == [0] * 6 + [1] * 6
+    train_and_evaluate(tiny(**changes), tmp_path / "run")
+    changes["predict"] = str(root / "test" / "dog")
+    train_and_evaluate(tiny(**changes), tmp_path / "run")
+    assert "cat (" in (text := capsys.readouterr().out) or "dog (" in text
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            train_and_evaluate(tiny(**changes), tmp_path / "other")
+
+    changes["predict"] = ""
+    spoilt = root / "train" / "dog" / "0.png"
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(spoilt)
+    refused("all grey or all colour")
+    Image.fromarray(np.zeros((8, 9), np.uint8)).save(spoilt)
+    refused("must have one size: 0.png is 8 x 8, 0.png 9 x 8")
+    spoilt.write_bytes(b"no image")
+    refused("dog/0.png is no image")
+    shutil.rmtree(root / "test" / "dog")
+    refused("train and test must hold the same classes, dog is in one alone")
+    (root / "test" / "dog").mkdir()
+    shutil.rmtree(root / "train" / "dog")
+    (root / "train" / "dog").mkdir()
+    refused("class dog is empty")
+    shutil.rmtree(root / "train" / "dog")
+    refused("a folder for each class, at least two, got 1")
+    shutil.rmtree(root / "test")
+    refused("must hold the folders train and test, test is missing")
+
+
+WRONG = [
+    ({"arms": ("MHN",)}, "unknown arm 'MHN'; choose one of MHM"),
+    ({"arms": ()}, "arms, sizes and patches must each name at least one"),
+    ({"patches": (3,)}, "patch must divide the image, got patch 3 and images of 8 x 8"),
+    ({"sizes": (5000,)}, "number of images must be at most 1437, got 5000"),
+    ({"data.name": "mnits"}, "unknown data 'mnits'"),
+    ({"model.name": "vit"}, "unknown model.name 'vit'; choose one of vih, transformer"),
+    ({"model.dtype": "int8"}, "unknown model.dtype 'int8'"),
+    ({"model.num_heads": 3}, "num_heads 3 must divide state_size 8"),
+    ({"model.dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ({"train.epochs": 0}, "train.epochs must be at least 1, got 0"),
+    ({"train.batch_size": 0}, "train.batch_size must be at least 1, got 0"),
+    ({"train.learning_rate": -1.0}, "train.learning_rate must be positive"),
+    ({"train.label_smoothing": 1.0}, "train.label_smoothing must be in"),
+    ({"augment.crop": -1}, "augment.crop must be at least 0, got -1"),
+    ({"stage_one.rate": -0.1}, "stage_one.rate must be positive"),
+    ({"seeds": ()}, "seeds must name at least one seed"),
+    ({"eval_only": True}, "there is no checkpoint in .*; train first"),
+    ({"predict": "nothing.png"}, "predict: no such image or folder: nothing.png"),
+]
+
+
+@pytest.mark.parametrize("changes, message", WRONG)
+def test_wrong_configs_say_why_and_write_nothing(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train_and_evaluate(tiny(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_config_is_refused_by_name(finished):
+    with pytest.raises(ValueError, match="config.train.epochs=2, this one has 3"):
+        train_and_evaluate(tiny(seeds=(0, 1), **{"train.epochs": 3}), finished)
+    with pytest.raises(ValueError, match="config.cell.arm=MHM . U-Hop, this one has"):
+        train_and_evaluate(tiny(seeds=(0, 1), arms=("MHM",)), finished)
+
+
+def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "config.json").unlink()
+    changes = {"seeds": (0, 1), "model.size": 16}
+    with pytest.raises(ValueError, match="is of another model: .* has shape"):
+        train_and_evaluate(tiny(**changes), tmp_path / "run")
+
+
+def state_of(workdir):
+    path = workdir.absolute() / "checkpoints"
+    step = max(int(p.name) for p in path.iterdir() if p.name.isdecimal())
+    reader = ocp.PyTreeCheckpointer()
+    shapes = reader.metadata(path / str(step) / "default").item_metadata.tree
+    kind = ocp.RestoreArgs(restore_type=np.ndarray)  # whatever the devices were
+    arguments = jax.tree.map(lambda _: kind, shapes)
+    tree = reader.restore(path / str(step) / "default", restore_args=arguments)
+    return step, tree
+
+
+def assert_same_run(one, two):
+    assert (one / "metrics.csv").read_bytes() == (two / "metrics.csv").read_bytes()
+    (step, ours), (other, theirs) = state_of(one), state_of(two)
+    assert step == other
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for path in (run / "checkpoints" / "8").rglob("*"):
+        if path.is_file():  # half of each file is gone
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(UserWarning, match="checkpoint 8 .* is damaged, going back"):
+        train_and_evaluate(tiny(seeds=(0, 1)), run)
+    assert_same_run(run, finished)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_killed_and_continued_is_the_run_that_never_stopped(tmp_path, devices):
+    """SIGKILL at a random moment, the same command again, bit for bit."""
+    flags = [*FLAGS, "--config.train.epochs=4", "--config.model.dropout=0.2"]
+    flags += ["--config.train.batch_size=8", "--config.stage_one.batch_size=8"]
+    flags.append("--config.train.checkpoint_seconds=0.0")
+    code, _, err = script(*flags, f"--workdir={tmp_path / 'whole'}", devices=devices)
+    assert code == 0, err[-2000:]
+    random.seed(devices)
+    cut = tmp_path / "cut"
+    process = script(*flags, f"--workdir={cut}", devices=devices, wait=False)
+    while not any(p.name.isdecimal() for p in (cut / "checkpoints").glob("*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(random.random())
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    code, _, err = script(*flags, f"--workdir={cut}", devices=devices)
+    assert code == 0, err[-2000:]
+    assert_same_run(tmp_path / "whole", cut)
+
+
+def test_a_signal_saves_the_step_at_hand(tmp_path):
+    flags = [*FLAGS, "--config.train.epochs=4000", f"--workdir={tmp_path}"]
+    process = script(*flags, wait=False)
+    while not (tmp_path / "metrics.csv").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped; what is finished is kept" in err
+    last = max(
+        int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal()
+    )
+    assert last >= int(records(tmp_path / "metrics.csv")[-1]["step"])
+
+
+def test_wrong_command_lines_exit_with_2():
+    code, _, err = script("--config.train.epoch=3")
+    assert code == 2 and 'Did you mean "epochs"' in err
+    code, _, err = script(*FLAGS, "--config.patches=(3,)")
+    assert code == 2 and len(err.strip().splitlines()) == 1
+
+
+def test_the_table_of_arms_is_whole():
+    from uhop_jax.training import ARMS
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for variant in (*VARIANTS, "digits"):
+            assert set(config_of("vision", variant).arms) <= set(ARMS)

@@ -1,0 +1,331 @@
+"""Training steps: what each schedule moves, and that nothing depends on the machine."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import ROOT, assert_close, config_of
+from flax import nnx
+
+from uhop_jax.data import Images, labelled_images
+from uhop_jax.layers import KernelParam, separation_losses
+from uhop_jax.training import (
+    ARMS,
+    Data,
+    Goal,
+    Options,
+    Split,
+    StageOne,
+    Task,
+    Trainer,
+    train,
+)
+from uhop_jax.training.run import Phase
+from uhop_jax.training.vision import Cell, augmented, scaled, task_of
+
+N = 48
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax and Flax themselves mix dtypes under 64-bit."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def digits(number=N):
+    found = labelled_images("digits", split="train")
+    return found._replace(raw=found.raw[:number], labels=found.labels[:number])
+
+
+def trainer_of(arm="MHM + U-Hop", *, images=None, seeds=(0,), batch=8, **options):
+    config = config_of("vision")
+    config.model.update(
+        {"size": 8, "depth": 1, "num_heads": 2, "mlp_size": 8, "dropout": 0.1}
+    )
+    config.augment.crop = options.pop("crop", 0)
+    images = digits() if images is None else images
+    task = task_of(config, Cell(arm, 0, 4), images, images)
+    row = ARMS[arm]
+    stage = StageOne(row.schedule, by_task=row.by_task, batch_size=batch)
+    devices = options.pop("devices", jax.devices()[:1])
+    return Trainer(
+        task,
+        optax.adam(1e-2),
+        stage._replace(**options),
+        batch_size=batch,
+        seeds=seeds,
+        devices=devices,
+    )
+
+
+def run(trainer, state, *, epoch=0, on_device=True, phase="task"):
+    """An epoch."""
+    data = Data(trainer, on_device=on_device)
+    part = Phase(phase, 1, trainer.steps_per_epoch)
+    *_, (_, last) = data.run(state, part, epoch, 0)
+    return last
+
+
+def assert_equal(one, two):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def changed(before, after):
+    return [
+        bool((np.asarray(a) != np.asarray(b)).any())
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    ]
+
+
+def host(tree):
+    return jax.tree.map(lambda x: np.array(x), tree)
+
+
+def test_pieces_streams_and_seeds_equal_one_run():
+    trainer = trainer_of(crop=1)
+    arrays, order = trainer.place(dict(trainer.task.train.arrays)), trainer.order(0)
+    whole = host(trainer.advance(trainer.init(), arrays, order, 0, 6, 0))
+    state = trainer.advance(trainer.init(), arrays, order, 0, 1, 0)
+    state = trainer.advance(state, arrays, order, 1, 6, 0)
+    assert_equal(whole, state)
+    assert_equal(whole, run(trainer, trainer.init(), on_device=False))
+    assert all(changed(whole.rest, run(trainer, trainer.init(), epoch=1).rest))
+
+    together = trainer_of(crop=1, seeds=(3, 0))
+    found = host(run(together, together.init()))
+    ours = jax.tree.map(lambda x: x[1:], (found.kernels, found.rest, found.sums))
+    theirs = (whole.kernels, whole.rest, whole.sums)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    assert any((x[0] != x[1]).any() for x in jax.tree.leaves(found.rest))
+
+
+def test_an_epoch_sees_every_example_once():
+    trainer = trainer_of(seeds=(0, 1))
+    order = trainer.order(0)
+    for rows in np.asarray(order["task"]):
+        assert sorted(rows.ravel()) == list(range(N))
+    assert order["stage"].shape == (2, 6, 8)
+    assert any(changed(order["task"], trainer.order(1)["task"]))
+
+
+SCHEDULES = {  # which of kernels and other parameters move
+    "MHM + U-Hop": (True, True),
+    "MHM + U-Hop, then task": (True, True),
+    "MHM + untrained kernel": (False, True),
+    "MHM + kernel by task": (True, True),
+}
+
+
+@pytest.mark.parametrize("arm", SCHEDULES)
+def test_what_an_epoch_moves(arm):
+    trainer = trainer_of(arm)
+    before = host(trainer.init())
+    after = run(trainer, trainer.init())
+    kernels, rest = SCHEDULES[arm]
+    assert all(x == kernels for x in changed(before.kernels, after.kernels))
+    assert all(x == rest for x in changed(before.rest, after.rest))
+    if arm == "MHM + U-Hop":  # the kernels as Stage I alone leaves them, step by step
+        assert float(after.sums["separation"][0]) / 6 < -1
+
+
+@pytest.mark.parametrize("arm", ["MHM + U-Hop, warm-up", "MHM + U-Hop, reference"])
+def test_stage_one_before_the_task(arm):
+    trainer = trainer_of(arm)
+    before = host(trainer.init())
+    after = run(trainer, trainer.init(), phase="stage_one")
+    # The bias that the authors' kernels have moves none of the distances.
+    assert any(changed(before.kernels, after.kernels))
+    embedding = changed(before.rest["patches"]["embed"], after.rest["patches"]["embed"])
+    assert all(embedding) == (arm == "MHM + U-Hop, reference")
+    assert_equal(before.rest["head"], after.rest["head"])
+
+
+def test_stage_one_steps_are_sgd_on_the_separation_loss():
+    """Algorithm 2 written out: N_i steps on kernels, then one on the task."""
+    trainer = trainer_of(steps=3, rate=0.05, loss="deep")
+    order = trainer.order(0)
+    first = host(trainer.init())
+    kernels, rest = jax.tree.map(lambda x: x[0], (first.kernels, first.rest))
+    pixels = scaled(jnp.asarray(trainer.task.train.arrays["images"]), 16)
+
+    def loss(kernels, index):
+        model = nnx.merge(trainer.graphdef, kernels, rest)
+        return separation_losses(model, pixels[index], kind="deep", t=2.0).mean()
+
+    for index in np.asarray(order["stage"][0, 0]).reshape(3, 8):
+        slope = jax.grad(loss)(kernels, index)
+        kernels = jax.tree.map(lambda w, g: w - 0.05 * g, kernels, slope)
+    arrays = trainer.place(dict(trainer.task.train.arrays))
+    after = trainer.advance(trainer.init(), arrays, order, 0, 1, 0)
+    for a, b in zip(
+        jax.tree.leaves(kernels), jax.tree.leaves(after.kernels), strict=True
+    ):
+        assert_close(b[0], a, scale=10)
+
+
+def squared_errors(errors, batch):
+    """A task whose example `i` has the error `errors[i]`, whatever the model."""
+
+    def build(rngs):
+        return nnx.Linear(1, 1, rngs=rngs)
+
+    def score(model, batch, key):
+        del model, key
+        return {
+            "loss": batch["error"] ** 2,
+            "right": (batch["error"] == 1).astype(float),
+        }
+
+    def take(arrays, index):
+        return {name: x[index] for name, x in arrays.items()}
+
+    split = Split({"error": np.asarray(errors, np.float32)}, len(errors), take)
+    task = Task(build, score, lambda b: (b["error"],), lambda b, k: b, split, split)
+    return Trainer(
+        task,
+        optax.sgd(0.1),
+        StageOne(),
+        batch_size=batch,
+        seeds=(0,),
+        devices=jax.devices()[:1],
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 10])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_the_test_split_is_whole_whatever_the_batch(batch, on_device):  # UC-34
+    trainer = squared_errors([1, 1, 1, 1, 5], batch)
+    found = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
+    assert_close(found["loss"], [5.8], floor=1e-6)
+    assert_close(found["right"], [0.8], floor=1e-6)
+
+
+DEVICES = """
+import jax, numpy as np
+from test_training import trainer_of, run, host
+from uhop_jax.training import Data
+jax.config.update("jax_numpy_rank_promotion", "allow")
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+assert len(jax.devices()) == 8
+found = []
+for devices in (jax.devices()[:1], jax.devices()):
+    trainer = trainer_of(devices=devices)
+    state = run(trainer, trainer.init())
+    test = Data(trainer).evaluate(state, "test")
+    found.append(host((state, test)))
+for a, b in zip(*(jax.tree.leaves(x) for x in found), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+np.testing.assert_array_equal(found[0][1]["accuracy"], found[1][1]["accuracy"])
+"""
+
+
+def test_eight_devices_equal_one():
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = os.environ | {
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", DEVICES], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_a_run_that_leaves_the_finite_stops_and_keeps_its_checkpoints(tmp_path):
+    trainer = trainer_of()
+    goal, options = Goal(1, "accuracy"), Options(progress=False)
+    train(trainer, goal, tmp_path, seeds=(0,), options=options)
+    wild = Trainer(
+        trainer.task,
+        optax.adam(1e30),
+        trainer.stage_one,
+        batch_size=8,
+        seeds=(0,),
+        devices=jax.devices()[:1],
+    )
+    with pytest.raises(FloatingPointError, match="loss is no longer finite in epoch"):
+        train(wild, Goal(3, "accuracy"), tmp_path, seeds=(0,), options=options)
+    assert (tmp_path / "checkpoints" / "6").is_dir()
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 2
+
+
+def test_patience_ends_a_run(tmp_path):
+    trainer = squared_errors([1, 1, 1, 1, 5], 5)
+    goal = Goal(10, "loss", least=True, patience=2)
+    rows = train(trainer, goal, tmp_path, seeds=(0,), options=Options(progress=False))
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+
+
+def test_augmentation():
+    images = jnp.arange(2 * 4 * 4, dtype=jnp.uint8).reshape(2, 4, 4, 1)
+    keys = jax.random.split(jax.random.key(0), 40)
+    np.testing.assert_array_equal(augmented(images, keys[0], False, 0), images)
+    flips = {bool((augmented(images, k, True, 0)[0] == images[0]).all()) for k in keys}
+    assert flips == {True, False}
+    corners = set()
+    for key in keys:
+        moved = np.asarray(augmented(images, key, False, 1)[1, ..., 0])
+        padded = np.pad(np.asarray(images[1, ..., 0]), 1)
+        corners |= {
+            (i, j)
+            for i in range(3)
+            for j in range(3)
+            if (padded[i : i + 4, j : j + 4] == moved).all()
+        }
+    assert len(corners) == 9
+
+
+WRONG = [
+    ({"rate": 0.0}, "stage_one.rate must be positive"),
+    ({"steps": 0}, "stage_one.steps must be at least 1, got 0"),
+    ({"loss": "mean"}, "unknown stage_one.loss 'mean'; choose one of"),
+    ({"seeds": ()}, "seeds must name at least one seed"),
+    ({"batch": 0}, "batch_size must be at least 1, got 0"),
+    ({"arm": "MHM", "schedule": "bilevel"}, "'bilevel' needs a model with kernels"),
+]
+
+
+@pytest.mark.parametrize("options, message", WRONG)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(**options)
+
+
+def test_wrong_images():
+    good = digits()
+    labels = good.labels.copy()
+    labels[3] = -1
+    with pytest.raises(ValueError, match="labels of the train split must be 0 to 9"):
+        trainer_of(images=good._replace(labels=labels))
+    other = Images(np.zeros((4, 6, 8, 1), np.uint8), np.zeros(4, np.int32))
+    with pytest.raises(ValueError, match="patch must divide the image, got patch 4"):
+        trainer_of(images=other)
+    config = config_of("vision")
+    with pytest.raises(ValueError, match=r"train images have shape \(8, 8, 1\), test"):
+        task_of(config, Cell("MHM", 0, 2), good, other)
+
+
+def test_one_patch_is_warned_about():
+    with pytest.warns(UserWarning, match="every weight is 1"):
+        config = config_of("vision")
+        config.model.size = 8
+        task_of(config, Cell("MHM", 0, 8), digits(), digits())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_of()
+
+
+def test_kernels_are_what_stage_one_may_move():
+    trainer = trainer_of()
+    model = trainer.task.build(nnx.Rngs(0))
+    _, kernels, _ = nnx.split(model, KernelParam, ...)
+    assert jax.tree.leaves(kernels)[0].shape == (8, 8)
