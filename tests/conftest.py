@@ -1,14 +1,24 @@
 """Strict JAX for every test, and what all tests share."""
 
+import atexit
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-# Tests compile much and compute little: let XLA spend its time accordingly.
+# Tests compile much and compute little: let XLA spend its time accordingly, and share
+# what is compiled among the workers and the scripts that they run.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    cache = tempfile.mkdtemp(prefix="uhop_jax_")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +159,10 @@ def is_combination(name, case):
         return case in ("pentagon", "simplex-10")
     if name == "test_long_rows":
         return case.startswith("5000")
+    if name == "test_every_variant_runs_small":  # of train.py, whose programs are few
+        return case not in ("cifar10", "patches")
+    if name == "test_what_an_epoch_moves":
+        return case.endswith("then task")
     if case in ("known", "function"):  # corruptions that are calibrated for
         return True
     if name not in ("test_weights_equal_the_naive_ones", "test_dtype_and_accuracy"):

@@ -12,7 +12,8 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys, untyped):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
     names: dict = {}
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+    standard = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with jax.enable_x64(False), standard[0], standard[1]:
         for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
             exec(compile(block, "README.md", "exec"), names)
     assert names["retrieved"].shape == names["result"].state.shape == (100, 64)

@@ -1,0 +1,187 @@
+"""Times a training step of ViH against PyTorch and against its matrix products.
+
+    python benchmarks/training.py [--out DIR] [--rounds N]
+
+ViH as in the paper's appendix (512 dimensions, batches of 128 CIFAR images, Adam), with
+a patch of 32 pixels (one memory) and of 8 (16 memories). Members are timed in turn,
+round after round; PyTorch (`pip install torch`) takes part if it is there, with as many
+threads as cores. Writes `training.csv`.
+"""
+
+import os
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from timing import compare, main
+
+from uhop_jax.models import ViH
+from uhop_jax.training import Data, Split, StageOne, Task, Trainer
+from uhop_jax.training.run import Phase
+from uhop_jax.training.vision import scaled
+
+BATCH, SIZE, CLASSES, IMAGES = 128, 512, 10, 5120
+
+
+def trainer_of(patch: int) -> Trainer:
+    """Trains ViH on random images."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "images": rng.integers(0, 255, (IMAGES, 32, 32, 3), dtype=np.uint8),
+        "labels": rng.integers(0, CLASSES, IMAGES).astype(np.int32),
+    }
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the single memory
+            return ViH((32, 32, 3), CLASSES, patch=patch, size=SIZE, rngs=rngs)
+
+    def score(model: Any, batch: Any, key: Any) -> dict[str, jax.Array]:
+        logits = model(scaled(batch["images"], 255), key=key)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return {"loss": loss}
+
+    split = Split(arrays, IMAGES, lambda x, i: {name: a[i] for name, a in x.items()})
+    task = Task(build, score, lambda b: (), lambda b, k: b, split, split)
+    return Trainer(task, optax.adam(1e-3), StageOne(), batch_size=BATCH, seeds=(0,))
+
+
+def products_of(patch: int) -> Any:
+    """The matrix products of a step, forward and both backward, and nothing else."""
+    memories = (32 // patch) ** 2
+    shapes = [
+        (BATCH * memories, 3 * patch * patch, SIZE),  # embedding
+        (BATCH, SIZE, SIZE),  # queries
+        (BATCH * memories, SIZE, SIZE),  # keys
+        (BATCH * memories, SIZE, SIZE),  # values
+        (BATCH, SIZE, SIZE),  # output
+    ]
+    rng = np.random.default_rng(0)
+    operands = [
+        (
+            jnp.asarray(rng.normal(size=(n, k)), jnp.float32),
+            jnp.asarray(rng.normal(size=(k, m)), jnp.float32),
+            jnp.asarray(rng.normal(size=(n, m)), jnp.float32),
+        )
+        for n, k, m in shapes
+    ]
+
+    @jax.jit
+    def run(operands: Any) -> Any:
+        found = [(x @ w, x.T @ g) for x, w, g in operands]
+        back = [g @ w.T for _, w, g in operands[1:]]  # images need no slope
+        return found, back
+
+    return lambda: run(operands)
+
+
+def torch_step(patch: int) -> Any:
+    """The same step in plain PyTorch; None without it."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch.manual_seed(0)
+    nn, functional = torch.nn, torch.nn.functional
+    memories = (32 // patch) ** 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(3 * patch * patch, SIZE)
+            self.query, self.key, self.value, self.out = (
+                nn.Linear(SIZE, SIZE) for _ in range(4)
+            )
+            self.head = nn.Linear(SIZE, CLASSES)
+            self.token = nn.Parameter(torch.randn(1, SIZE))
+            self.positions = nn.Parameter(torch.randn(memories + 1, SIZE))
+
+        def forward(self, images: Any) -> Any:
+            n, p = 32 // patch, patch
+            cut = images.reshape(-1, n, p, n, p, 3).transpose(2, 3)
+            tokens = self.embed(cut.reshape(-1, memories, 3 * p * p))
+            tokens = tokens + self.positions[1:]
+            token = (self.token + self.positions[:1]).expand(len(images), 1, SIZE)
+            keys = self.key(tokens)
+            read = functional.scaled_dot_product_attention(
+                self.query(token), keys, self.value(keys)
+            )
+            return self.head(self.out(read).squeeze(1))
+
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    data = torch.randint(0, 255, (IMAGES, 32, 32, 3), dtype=torch.uint8)
+    labels = torch.randint(0, CLASSES, (IMAGES,))
+
+    def step() -> float:
+        index = torch.randint(0, IMAGES, (BATCH,))
+        images = data[index].float() * (2 / 255) - 1
+        loss = functional.cross_entropy(model(images), labels[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+def steps(rounds: int) -> list[dict[str, Any]]:
+    """A step against PyTorch's, and against its products."""
+    rows = []
+    for patch in (32, 8):
+        trainer = trainer_of(patch)
+        arrays, order = trainer.place(dict(trainer.task.train.arrays)), trainer.order(0)
+        box = [trainer.init()]
+
+        def step(
+            box: list = box, trainer: Trainer = trainer, rest: tuple = (arrays, order)
+        ) -> Any:
+            box[0] = trainer.advance(box[0], *rest, 0, 1, 0)
+            return box[0].sums
+
+        calls = {"uhop_jax": step, "its products alone": products_of(patch)}
+        if (theirs := torch_step(patch)) is not None:
+            calls["PyTorch"] = theirs
+        title = f"ViH step, patch {patch}, batch {BATCH}, float32"
+        rows += compare(title, "uhop_jax", calls, rounds)
+    return rows
+
+
+def host(rounds: int) -> list[dict[str, Any]]:
+    """An epoch as a run does it, against all of its steps in one call."""
+    rows = []
+    for patch in (32, 8):
+        trainer = trainer_of(patch)
+        phase = Phase("task", 1, trainer.steps_per_epoch)
+        data, box = Data(trainer), [trainer.init()]
+        arrays, order = trainer.place(dict(trainer.task.train.arrays)), trainer.order(0)
+
+        def epoch(box: list = box, data: Data = data, phase: Phase = phase) -> Any:
+            *_, (_, box[0]) = data.run(box[0], phase, 0, 0)
+            return box[0].sums
+
+        def device(
+            box: list = box,
+            trainer: Trainer = trainer,
+            rest: tuple = (arrays, order),
+            last: int = phase.steps,
+        ) -> Any:
+            box[0] = trainer.advance(box[0], *rest, 0, last, 0)
+            return box[0].sums
+
+        calls = {"one call": device, "epoch of a run": epoch}
+        title = f"ViH epoch, patch {patch}, {phase.steps} steps"
+        rows += compare(title, "one call", calls, max(rounds // 5, 3))
+    return rows
+
+
+if __name__ == "__main__":
+    began = time.perf_counter()
+    main(__doc__, "training", [steps, host])
+    print(f"{time.perf_counter() - began:.0f} s")
