@@ -319,7 +319,7 @@ def test_masked_memories_never_show(similarity):
     assert (by_memory[2] == 0).all() and (by_value[2] == 0).all()
     assert (by_query[2] == 0).all()
     outside = run(memories.at[2].set(jnp.nan), query, values)
-    np.testing.assert_array_equal(outside, clean_state)
+    assert_close(outside, clean_state)  # another program
 
 
 def test_nan_in_a_valid_memory_is_refused_or_shows():
