@@ -1,4 +1,4 @@
-"""Times a training step of ViH against PyTorch and against its matrix products.
+"""Times training steps of ViH against PyTorch and against its matrix products.
 
     python benchmarks/training.py [--out DIR] [--rounds N]
 
@@ -26,6 +26,7 @@ from uhop_jax.training.run import Phase
 from uhop_jax.training.vision import scaled
 
 BATCH, SIZE, CLASSES, IMAGES = 128, 512, 10, 5120
+STEPS = 10  # timed together, as runs take many in a call
 
 
 def trainer_of(patch: int) -> Trainer:
@@ -77,7 +78,7 @@ def products_of(patch: int) -> Any:
         back = [g @ w.T for _, w, g in operands[1:]]  # images need no slope
         return found, back
 
-    return lambda: run(operands)
+    return lambda: [jax.block_until_ready(run(operands)) for _ in range(STEPS)]
 
 
 def torch_step(patch: int) -> Any:
@@ -126,7 +127,7 @@ def torch_step(patch: int) -> Any:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return step
 
@@ -142,13 +143,13 @@ def steps(rounds: int) -> list[dict[str, Any]]:
         def step(
             box: list = box, trainer: Trainer = trainer, rest: tuple = (arrays, order)
         ) -> Any:
-            box[0] = trainer.advance(box[0], *rest, 0, 1, 0)
+            box[0] = trainer.advance(box[0], *rest, 0, STEPS, 0)
             return box[0].sums
 
         calls = {"uhop_jax": step, "its products alone": products_of(patch)}
         if (theirs := torch_step(patch)) is not None:
-            calls["PyTorch"] = theirs
-        title = f"ViH step, patch {patch}, batch {BATCH}, float32"
+            calls["PyTorch"] = lambda theirs=theirs: [theirs() for _ in range(STEPS)]
+        title = f"{STEPS} steps of ViH, patch {patch}, batch {BATCH}, float32"
         rows += compare(title, "uhop_jax", calls, rounds)
     return rows
 
