@@ -55,8 +55,8 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
 
     Each is a run with its own directory (`workdir` itself if there is but one): config,
     `metrics.csv`, `curves.png`, TensorBoard events, checkpoints. A run that is finished
-    is not repeated, one that was interrupted goes on. `workdir` gets `results.csv` and
-    `figure.png` over all of them.
+    is not repeated, one that was interrupted goes on. `workdir` gets `results.csv` over
+    all of them, and `figure.png` if there are several.
 
     Raises:
       ValueError: if the config cannot be run, or `workdir` holds another run.
@@ -106,11 +106,9 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
             records.write_csv(workdir / "results.csv", rows)
             print(f"{cell.title}: {time.monotonic() - began:.0f} s", flush=True)
     if jax.process_index() == 0:
-        plotting.panels(
-            workdir / "figure.png",
-            _panels(cells, histories, rows),
-            title=_title(config),
-        )
+        if len(cells) > 1:
+            parts = _panels(cells, histories, rows)
+            plotting.panels(workdir / "figure.png", parts, title=_title(config))
         print(f"\n{_title(config)}\n\n{_report(rows)}\n")
         print(f"written to {workdir}: {', '.join(_files(workdir))}")
 
@@ -221,7 +219,9 @@ def _summary(
 
 
 def _title(config: ConfigDict) -> str:
-    return f"{config.data.name}, {config.model.name}, {len(config.seeds)} seeds"
+    name = Path(config.data.name).name
+    seeds = f"{len(config.seeds)} seed{'s' * (len(config.seeds) > 1)}"
+    return f"{name}, {config.model.name}, {seeds}"
 
 
 def _report(rows: Sequence[Mapping[str, Any]]) -> str:
