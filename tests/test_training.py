@@ -243,7 +243,7 @@ def test_eight_devices_equal_one():
 def test_a_run_that_leaves_the_finite_stops_and_keeps_its_checkpoints(tmp_path):
     trainer = trainer_of()
     goal, options = Goal(1, "accuracy"), Options(progress=False)
-    train(trainer, goal, tmp_path, seeds=(0,), options=options)
+    train(trainer, goal, tmp_path, options=options)
     wild = Trainer(
         trainer.task,
         optax.adam(1e30),
@@ -253,7 +253,7 @@ def test_a_run_that_leaves_the_finite_stops_and_keeps_its_checkpoints(tmp_path):
         devices=jax.devices()[:1],
     )
     with pytest.raises(FloatingPointError, match="loss is no longer finite in epoch"):
-        train(wild, Goal(3, "accuracy"), tmp_path, seeds=(0,), options=options)
+        train(wild, Goal(3, "accuracy"), tmp_path, options=options)
     assert (tmp_path / "checkpoints" / "6").is_dir()
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 2
 
@@ -261,7 +261,7 @@ def test_a_run_that_leaves_the_finite_stops_and_keeps_its_checkpoints(tmp_path):
 def test_patience_ends_a_run(tmp_path):
     trainer = squared_errors([1, 1, 1, 1, 5], 5)
     goal = Goal(10, "loss", least=True, patience=2)
-    rows = train(trainer, goal, tmp_path, seeds=(0,), options=Options(progress=False))
+    rows = train(trainer, goal, tmp_path, options=Options(progress=False))
     assert [row["epoch"] for row in rows] == [1, 2, 3]
 
 

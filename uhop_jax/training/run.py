@@ -67,7 +67,6 @@ def train(
     goal: Goal,
     workdir: Path,
     *,
-    seeds: Sequence[int],
     options: Options = Options(),
 ) -> list[dict[str, Any]]:
     """Trains to the end, or continues a run that was interrupted.
@@ -126,7 +125,7 @@ def train(
                         saved = time.monotonic()
                         if stopped:
                             raise KeyboardInterrupt
-                new = _records(data, goal, state, phase, epoch, step, seeds)
+                new = _records(data, goal, state, phase, epoch, step)
                 rows += new
                 if chief:
                     records.write_csv(path, rows)
@@ -310,10 +309,9 @@ def _records(
     phase: Phase,
     epoch: int,
     step: int,
-    seeds: Sequence[int],
 ) -> list[dict[str, Any]]:
     """One record for each seed at the end of an epoch."""
-    trainer = data.trainer
+    trainer, seeds = data.trainer, data.trainer.seeds
     sums = {name: np.asarray(x, np.float64) for name, x in state.sums.items()}
     found: dict[str, Any] = {name: [""] * len(seeds) for name in columns(trainer, goal)}
     if phase.name == "task":

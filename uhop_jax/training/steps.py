@@ -164,6 +164,7 @@ class Trainer:
         self.mesh = jax.make_mesh(
             (len(devices),), ("batch",), axis_types=(AxisType.Auto,), devices=devices
         )
+        self.seeds = tuple(seeds)
         self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
         self.steps_per_epoch = task.train.size // self.batch_size
         model = nnx.eval_shape(lambda: task.build(nnx.Rngs(0)))

@@ -97,7 +97,6 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
             trainers[cell],
             _goal(config),
             directories[cell],
-            seeds=config.seeds,
             options=Options(config.data.on_device, config.train.checkpoint_seconds),
         )
         histories[cell] = history
