@@ -12,7 +12,8 @@ from pathlib import Path
 
 # Tests compile much and compute little: let XLA spend its time accordingly, and share
 # what is compiled among the workers and the scripts that they run.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+os.environ.setdefault("XLA_FLAGS", FAST)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.mkdtemp(prefix="uhop_jax_")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)

@@ -506,6 +506,7 @@ def jacobian_of_entmax(alpha, z):
 
 @given(z=rows, factor=st.floats(1e-3, 1e3))
 def test_polynomial_does_not_see_a_scale(z, factor):
+    z = np.where(np.abs(z) < 1e-300, 0.0, z)  # XLA flushes subnormal products to zero
     scaled = weights(Polynomial(10), jnp.asarray(factor * z))
     assert_close(scaled, weights(Polynomial(10), jnp.asarray(z)), scale=10)
 
