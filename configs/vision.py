@@ -2,14 +2,14 @@
 
     python train.py --config=configs/vision.py:VARIANT --config.KEY=VALUE --workdir=DIR
 
-| variant | question | cost on 2 cores |
+| variant | question | cost on 2 cores; long: use an accelerator |
 |---|---|---|
 | `digits` (default) | does it run? 8 x 8 digits, U-Hop, no download | 1 minute |
-| `cifar10`, `cifar100` | the paper's table, at its hyperparameters | 5 minutes an arm |
-| `tiny_imagenet` | likewise, three layers | use an accelerator |
-| `expressiveness` | maximum training accuracy against sample size | 1 hour |
-| `convergence` | curves for each sample size | 1 hour |
-| `patches` | the honest study: patches of 4 and 8, something to attend to | hours |
+| `cifar10`, `cifar100` | the paper's table, at its hyperparameters | 3 minutes a seed |
+| `tiny_imagenet` | likewise, three layers | long |
+| `expressiveness` | maximum training accuracy against sample size | long |
+| `convergence` | curves for each sample size | long |
+| `patches` | the honest study: patches of 4 and 8, something to attend to | long |
 
 Each trains the arms of `--config.arms` (names in `uhop_jax/training/arms.py`) for all
 `--config.seeds`, on any data set: `--config.data.name=digits`, `mnist`, `cifar10`,

@@ -59,13 +59,18 @@ def assert_close(actual, expected, *, floor=0.0, scale=1.0):
     )
 
 
-def config_of(name, *variant):
-    """A config of `configs/`."""
+def config_module(name):
+    """A file of `configs/`."""
     path = ROOT / "configs" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"configs_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.get_config(*variant)
+    return module
+
+
+def config_of(name, *variant):
+    """A config of `configs/`."""
+    return config_module(name).get_config(*variant)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ dropout. The parameters of a kernel are `KernelParam`s, so that
 gives Stage I what it may move.
 """
 
+from uhop_jax.layers.association import Association
 from uhop_jax.layers.derived import HopfieldAttention, HopfieldLayer, HopfieldPooling
 from uhop_jax.layers.features import (
     KernelParam,
@@ -21,7 +22,7 @@ from uhop_jax.layers.features import (
     SeparatedMemories,
     separation_losses,
 )
-from uhop_jax.layers.hopfield import Association, Hopfield
+from uhop_jax.layers.hopfield import Hopfield
 
 __all__ = [
     "Association",

@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from uhop_jax._checks import check_count
-from uhop_jax.layers.hopfield import Association, Hopfield
+from uhop_jax.layers.association import Association
+from uhop_jax.layers.hopfield import Hopfield
 
 
 class HopfieldPooling(nnx.Module):

@@ -1,16 +1,17 @@
 """The Hopfield layer: projections around a retrieval."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax.layers.association import HEAD_AXES, Association, moved
 from uhop_jax.layers.features import LinearFeatures, SeparatedMemories, as_kernel
 from uhop_jax.layers.masks import checked_mask, combined
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
@@ -23,29 +24,6 @@ from uhop_jax.separation import (
 from uhop_jax.similarity import Dot
 
 VALUES = ("keys", "direct")
-
-
-class Association(NamedTuple):
-    """What `associate` found.
-
-    Attributes:
-      output: `(..., L, out_size)`, what `__call__` returns.
-      weights: `(..., heads, L, S)` before dropout; `(..., L, S)` of a static layer. A
-        bias pattern and a zero memory are further columns.
-      energy: one for each row of the weights, of the retrieved state; None if the model
-        has no energy.
-      steps: int32, updates used by each row.
-      converged: whether each row stood still; None if the number of steps is fixed.
-    """
-
-    output: Float[Array, "*batch L out"]
-    weights: Float[Array, "*rows S"]
-    energy: Float[Array, "*rows"] | None
-    steps: Int[Array, "*rows"]
-    converged: Bool[Array, "*rows"] | None
-
-
-HEAD_AXES: Any = Association._make((-2, -3, -2, -2, -2))  # within `Hopfield`
 
 
 class Hopfield(nnx.Module):
@@ -398,7 +376,7 @@ class Hopfield(nnx.Module):
             kept = self.dropout(found.weights, rngs=key)
             output = jnp.einsum("...hls,...shv->...lhv", kept, read)
         if self.static:
-            return _moved(found._replace(output=output), jnp.squeeze)
+            return moved(found._replace(output=output), jnp.squeeze)
         if self.out is None:
             output = output.reshape(*output.shape[:-2], -1)
         else:
@@ -454,7 +432,7 @@ class Hopfield(nnx.Module):
             x if at is None else x.squeeze(at)
             for x, at in zip(arguments, places, strict=True)
         ]
-        return _moved(one(*single), jnp.expand_dims)
+        return moved(one(*single), jnp.expand_dims)
 
     def _beta(self) -> Array:
         """One for each head."""
@@ -492,12 +470,6 @@ class Hopfield(nnx.Module):
             more.append(jnp.zeros(x.shape[-2:], x.dtype))
         more = [jnp.broadcast_to(m, (*x.shape[:-3], 1, *x.shape[-2:])) for m in more]
         return jnp.concatenate([x, *more], axis=-3) if more else x
-
-
-def _moved(found: Association, change: Callable[[Array, int], Array]) -> Association:
-    """The single axis of heads squeezed out or put in."""
-    fields = zip(found, HEAD_AXES, strict=True)
-    return Association._make(x if x is None else change(x, at) for x, at in fields)
 
 
 def _unbounded(alpha: np.ndarray) -> Array:

@@ -22,20 +22,6 @@ from uhop_jax.training.run import Data, Goal, Options, best_state, train
 from uhop_jax.training.steps import StageOne, Trainer
 from uhop_jax.training.vision import Cell, parameters_of, scaled, task_of
 
-COLUMNS = {
-    "data": str,
-    "model": str,
-    "arm": str,
-    "size": int,
-    "patch": int,
-    "seed": int,
-    "parameters": int,
-    "max_train_accuracy": float,
-    "test_accuracy": float,
-    "best_test_accuracy": float,
-    "test_loss": float,
-    "separation": float,
-}
 # What does not change a result, and may differ when a run is continued.
 FREE = (
     "arms",
