@@ -74,7 +74,7 @@ def test_without_a_network_the_error_comes_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", unreachable)
     monkeypatch.setitem(sys.modules, "tensorflow", sys)  # its import takes seconds
     for name in ("mnist", "cifar100", "tiny_imagenet"):
-        with pytest.raises(ValueError, match=f"{name} is not prepared in data.dir .*"):
+        with pytest.raises(ValueError, match=f"{name} is not in data.dir .*"):
             data.images(name, directory=tmp_path)
 
 

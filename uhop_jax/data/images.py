@@ -127,7 +127,7 @@ def prepare(
             f"TensorFlow: {INSTALL}"
         )
     if source is None:
-        check_reachable(name, directory)
+        check_reachable(name, HOSTS[name], directory)
     builder = tfds.builder(name, data_dir=directory, file_format="array_record")
     if source is not None:
         files = [info.filename for info in builder.url_infos.values()]
@@ -146,16 +146,16 @@ def prepare(
         ) from error
 
 
-def check_reachable(name: str, directory: str | Path) -> None:
+def check_reachable(name: str, host: str, directory: str | Path) -> None:
     """Fails within seconds where a set cannot be downloaded."""
     if urllib.request.getproxies():  # then only the proxy knows
         return
     try:
-        socket.create_connection((HOSTS[name], 80), timeout=3).close()
+        socket.create_connection((host, 80), timeout=3).close()
     except OSError:
         raise ValueError(
-            f"{name} is not prepared in data.dir {directory}, and {HOSTS[name]} cannot "
-            "be reached to download it; set data.dir to a directory that holds it"
+            f"{name} is not in data.dir {directory}, and {host} cannot be reached to "
+            "download it; set data.dir to a directory that holds it"
         ) from None
 
 
@@ -228,7 +228,7 @@ def _tiny_imagenet(split: str, directory: Path, limit: int | None) -> Images:
             raise ValueError(
                 f"downloading tiny_imagenet needs pooch: {INSTALL}"
             ) from None
-        check_reachable("tiny_imagenet", directory)
+        check_reachable("tiny_imagenet", HOSTS["tiny_imagenet"], directory)
         url, digest = TINY_IMAGENET
         folder = root.parent
         unzip = pooch.Unzip(extract_dir=folder)

@@ -1,0 +1,543 @@
+"""Series: known sets, the demo, csv files good and bad, windows, scaling, baselines."""
+
+import gzip
+import socket
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import SHARED
+from numpy.lib.stride_tricks import sliding_window_view
+
+from uhop_jax import data
+from uhop_jax.models import baselines as simple
+
+HOUR = np.timedelta64(3600, "s")
+
+
+def known(name):
+    file = SHARED / f"{data.SOURCES[name].file}.gz"
+    if not file.exists():
+        pytest.skip(f"needs {file}")
+    return data.series(name, directory=SHARED)
+
+
+def split_of(name, in_len, out_len):
+    found = known(name)
+    where = data.borders(name, len(found.values))
+    return found, data.splits(found.values, where, in_len=in_len, out_len=out_len)
+
+
+# Known sets
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "minutes", "first", "last"),
+    [
+        ("etth1", (17_420, 7), 60, "2016-07-01T00:00:00", "2018-06-26T19:00:00"),
+        ("ettm1", (69_680, 7), 15, "2016-07-01T00:00:00", "2018-06-26T19:45:00"),
+        ("wth", (35_064, 12), 60, "2010-01-01T00:00:00", "2013-12-31T23:00:00"),
+    ],
+)
+def test_known_sets_are_whole(name, shape, minutes, first, last):
+    found = known(name)
+    assert found.values.shape == shape and found.values.dtype == np.float64
+    assert len(found.names) == shape[1] and found.dates.dtype == "datetime64[s]"
+    assert found.step == np.timedelta64(60 * minutes, "s") and not found.calendar
+    assert found.period == 24 * 60 // minutes
+    assert str(found.dates[0]) == first and str(found.dates[-1]) == last
+    assert found.following(2)[1] == found.dates[-1] + 2 * found.step
+
+
+def test_every_fourth_row_of_ettm1_is_etth1():
+    hours, quarters = known("etth1"), known("ettm1")
+    np.testing.assert_allclose(quarters.values[::4], hours.values, rtol=1e-15)
+    np.testing.assert_array_equal(quarters.dates[::4], hours.dates)
+
+
+def test_a_changed_file_is_refused_and_line_ends_are_not(tmp_path):
+    file = SHARED / "ETTh1.csv.gz"
+    if not file.exists():
+        pytest.skip(f"needs {file}")
+    text = gzip.open(file).read()
+    (tmp_path / "ETTh1.csv").write_bytes(text.replace(b"\n", b"\r\n"))
+    assert len(data.series("etth1", directory=tmp_path).values) == 17_420
+    (tmp_path / "ETTh1.csv").write_bytes(text.replace(b"5.8", b"5.9", 1))
+    with pytest.raises(ValueError, match=r"not the ETTh1.csv that etth1 .*SHA-256"):
+        data.series("etth1", directory=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["etth1", "wth"])
+def test_without_a_network_the_error_names_the_directory(tmp_path, monkeypatch, name):
+    pytest.importorskip("pooch", reason="needs the extra `data`")
+
+    def unreachable(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with pytest.raises(ValueError, match=f"{name} is not in data.dir .*set data.dir"):
+        data.series(name, directory=tmp_path)
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="unknown series 'etth9'; choose one of demo"):
+        data.series("etth9")
+    with pytest.raises(ValueError, match="no such file: absent.csv"):
+        data.series("absent.csv")
+
+
+def test_the_demo_is_a_house():
+    found = data.series("demo")
+    assert found.values.shape == (3000, 7) and np.isfinite(found.values).all()
+    np.testing.assert_array_equal(found.values, data.series("demo").values)
+    values = dict(zip(found.names, found.values.T, strict=True))
+    hours = found.dates.astype("datetime64[h]").astype(int) % 24
+    assert (values["sun (W/m2)"][hours < 5] == 0).all()
+    assert values["sun (W/m2)"].max() > 300
+    heating, room = values["heating (kW)"], values["room (deg C)"]
+    assert 0 < heating.min() and heating.max() < 9 and 18 < room.min() < room.max() < 23
+    lag = np.corrcoef(values["outside (deg C)"][:-3], values["wall (deg C)"][3:])[0, 1]
+    assert lag > 0.8  # the wall follows the air
+    split = data.splits(found.values, data.borders("demo", 3000), in_len=96, out_len=24)
+    fits = simple.baselines(split.train, period=found.period)
+    errors = {r["method"]: r["mse"] for r in simple.evaluate(fits, split.test)}
+    assert errors["linear"] < 0.5 * errors["seasonal"] < 0.5 * errors["last value"]
+
+
+# Files
+
+DAYS = [f"2020-02-{day:02}" for day in (27, 28, 29)] + ["2020-03-01"]
+DMY = [x.astype("O").strftime("%d.%m.%Y") for x in np.array(DAYS, "datetime64[D]")]
+
+
+def write(tmp_path, text, name="own.csv"):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if "gz" in name else text.encode())
+    return path
+
+
+def rows(dates, *columns):
+    columns = columns or (range(len(dates)),)
+    lines = [f"date,{','.join('abc'[: len(columns)])}"]
+    lines += [",".join(map(str, row)) for row in zip(dates, *columns, strict=True)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("dates", "first", "step"),
+    [
+        (DAYS, "2020-02-27T00:00:00", 24),
+        ([f"{d} 00:00:00" for d in DAYS], "2020-02-27T00:00:00", 24),
+        ([f"{d}T06:30Z" for d in DAYS], "2020-02-27T06:30:00", 24),
+        ([f"{d}T00:00:00+02:00" for d in DAYS], "2020-02-26T22:00:00", 24),
+        (DMY, "2020-02-27T00:00:00", 24),
+        ([f"{d} 6:30" for d in DMY], "2020-02-27T06:30:00", 24),
+        (["2/27/2020", "2/28/2020", "2/29/2020"], "2020-02-27T00:00:00", 24),
+        (["27/2/20", "28/2/20", "29/2/20"], "2020-02-27T00:00:00", 24),
+        (
+            ["2/27/2020 11:00 PM", "2/28/2020 12:00 AM", "2/28/2020 1:00 AM"],
+            "2020-02-27T23:00:00",
+            1,
+        ),
+        ([f"1/1/2010 {h}:00" for h in (0, 1, 2)], "2010-01-01T00:00:00", 1),
+        (["1/1/2010 16:00", "1/2/2010 0:00", "1/2/2010 8:00"], "2010-01-01T16:00", 8),
+        (["27-Feb-20", "28-Feb-20", "29-Feb-20"], "2020-02-27T00:00:00", 24),
+        (["Feb 27, 2020", "Feb 28, 2020", "Feb 29, 2020"], "2020-02-27T00:00:00", 24),
+        (["2020.02.27", "2020.02.28", "2020.02.29"], "2020-02-27T00:00:00", 24),
+        (["20200227", "20200228", "20200229"], "2020-02-27T00:00:00", 24),
+        (  # the clocks change
+            ["2020-03-29T01:00+01:00", "2020-03-29T03:00+02:00", "2020-03-29T04:00+02"],
+            "2020-03-29T00:00:00",
+            1,
+        ),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else str(x),
+)
+def test_styles_of_dates(tmp_path, dates, first, step):
+    quoted = [f'"{d}"' for d in dates]
+    found = data.read_series(write(tmp_path, rows(quoted), "own.csv.gz"))
+    assert found.dates[0] == np.datetime64(first) and found.names == ("a",)
+    assert found.step == step * HOUR and found.values[:, 0].tolist() == [
+        *range(len(dates))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dates", "calendar", "following", "period"),
+    [
+        (["2020-01-01", "2020-02-01", "2020-03-01"], "months", "2020-04-01", 12),
+        (["2019-12-15", "2020-01-15", "2020-02-15"], "months", "2020-03-15", 12),
+        (
+            ["2019-12-31", "2020-01-31", "2020-02-29"],
+            "month ends",
+            "2020-03-31",
+            12,
+        ),
+        (["2019-04-01", "2019-07-01", "2019-10-01"], "months", "2020-01-01", 4),
+        (
+            ["2018", "2019", "2020", "2021"],
+            "months",
+            "2022-01-01",
+            1,
+        ),
+        (
+            ["2020-01-02", "2020-01-03", "2020-01-06", "2020-01-07", "2020-01-08"]
+            + ["2020-01-09", "2020-01-10"],
+            "weekdays",
+            "2020-01-13",
+            5,
+        ),
+        (["2020-01-01", "2020-01-08", "2020-01-15"], "", "2020-01-22", 52),
+        (["2020-01-01", "2020-01-02", "2020-01-03"], "", "2020-01-04", 7),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else str(x),
+)
+def test_dates_go_on_by_the_calendar(tmp_path, dates, calendar, following, period):
+    found = data.read_series(write(tmp_path, rows(dates)))
+    assert found.calendar == calendar and found.period == period
+    assert found.following(1)[0] == np.datetime64(following)
+    dates = np.concatenate([found.dates, found.following(40)])
+    again = data.read_series(write(tmp_path, rows(dates)))  # its continuation is one
+    assert again.calendar == calendar and len(again.values) == len(dates)
+
+
+GOOD = ["2020-01-01 00:00", "2020-01-01 01:00", "2020-01-01 02:00", "2020-01-01 03:00"]
+GAP = [*GOOD, "2020-01-01 06:00", "2020-01-01 07:00"]
+TWICE = [GOOD[0], GOOD[1], GOOD[1], *GOOD[2:]]
+
+BAD = {
+    "empty cell": (
+        rows(GOOD, (1, "", 3, 5)),
+        r"line 3, column 'a': the value is missing \(1 are\); missing='interpolate'",
+        {"missing": "interpolate"},
+        [1, 2, 3, 5],
+    ),
+    "NA": (
+        rows(GOOD, ("NA", 2, 3, "nan")),
+        r"line 2, column 'a': the value is missing \(2 are\)",
+        {"missing": "interpolate"},
+        [2, 2, 3, 3],
+    ),
+    "gap": (
+        rows(GAP, (0, 1, 2, 3, 6, 7)),
+        "line 6: 2020-01-01 06:00:00 follows 2020-01-01 03:00:00, with a step of 1 hour"
+        " 2 rows are missing between them; gaps='fill'",
+        {"gaps": "fill"},
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ),
+    "month gap": (
+        rows(["2020-01-01", "2020-02-01", "2020-04-01", "2020-05-01"], (0, 1, 3, 4)),
+        "line 4: 2020-04-01 00:00:00 follows 2020-02-01 00:00:00",
+        {"gaps": "fill"},
+        [0, 1, 2, 3, 4],
+    ),
+    "duplicate, first": (
+        rows(TWICE, (0, 1, 3, 4, 5)),
+        "line 4: 2020-01-01 01:00:00 is there already, in line 3; duplicates='first'",
+        {"duplicates": "first"},
+        [0, 1, 4, 5],
+    ),
+    "duplicate, mean": (
+        rows(TWICE, (0, 1, 3, 4, 5)),
+        "is there already",
+        {"duplicates": "mean"},
+        [0, 2, 4, 5],
+    ),
+    "unsorted": (
+        rows([GOOD[i] for i in (0, 2, 1, 3)], (0, 2, 1, 3)),
+        "line 4: 2020-01-01 01:00:00 comes after 2020-01-01 02:00:00; unsorted='sort'",
+        {"unsorted": "sort"},
+        [0, 1, 2, 3],
+    ),
+    "constant": (
+        rows(GOOD, (1, 2, 3, 4), (5, 5, 5, 5)),
+        "column 'b' is 5 in every row; constant='keep'",
+        {"constant": "drop"},
+        [1, 2, 3, 4],
+    ),
+    "text": (
+        rows(GOOD, (1, 2, 3, 4), (5, 6, "Graz", 8)),
+        r"line 4, column 'b': 'Graz' is no number; columns=\(",
+        {"columns": ("a",)},
+        [1, 2, 3, 4],
+    ),
+    "two readings": (
+        rows(["1/2/2020", "2/2/2020", "3/2/2020"]),
+        "column 'date': every date can be read as '%m/%d/%Y' and as '%d/%m/%Y'; date_f",
+        {"date_format": "%d/%m/%Y"},
+        [0, 1, 2],
+    ),
+    "other dates": (
+        rows(["2020 day 3", "2020 day 4", "2020 day 5"]),
+        "line 2, column 'date': '2020 day 3' is no date; date_format=",
+        {"date_format": "%Y day %j"},
+        [0, 1, 2],
+    ),
+    "no date": (
+        rows([*GOOD[:2], "soon", GOOD[3]]),
+        "line 4, column 'date': 'soon' is no date",
+        None,
+        None,
+    ),
+    "impossible date": (
+        rows(["27/2/2020", "28/2/2020", "30/2/2020"]),
+        "line 4, column 'date': '30/2/2020' is no date",
+        None,
+        None,
+    ),
+    "infinite": (rows(GOOD, (1, "inf", 3, 4)), "line 3, column 'a': 'inf' is", None, 0),
+    "no value": (rows(GOOD, [""] * 4), "column 'a' holds no value at all", None, 0),
+    "mixed offsets": (
+        rows([f"{GOOD[0]}Z", *GOOD[1:]]),
+        "line 3, column 'date': '2020-01-01 01:00' has no offset from UTC",
+        None,
+        None,
+    ),
+    "off the grid": (
+        rows([*GOOD, "2020-01-01 04:20"]),
+        "line 6: 2020-01-01 04:20:00 does not lie on the grid of 1 hour steps",
+        None,
+        None,
+    ),
+    "huge gap": (
+        rows([*GOOD, "2120-01-01 04:00"]),
+        "line 6: 2120-.* the whole file lacks .*, too many to fill",
+        None,
+        None,
+    ),
+    "half seconds": (
+        rows([f"2020-01-01 00:00:0{x}" for x in ("0.0", "0.5", "1.0")]),
+        "line 3, column 'date': '2020-01-01 00:00:00.5' is finer than a second",
+        None,
+        None,
+    ),
+    "no columns": ("date\n2020-01-01\n", "holds one column, 'date'", None, None),
+    "two rows": (rows(GOOD[:2]), "holds 2 rows, a series needs at least 3", None, None),
+    "no header": (
+        rows(GOOD).partition("\n")[2],
+        "line 1: there is no header, .* got 2020-01-01 00:00,0",
+        None,
+        None,
+    ),
+    "ragged": (
+        rows(GOOD) + f"{GOOD[0]},1,2\n",
+        "line 6: 3 cells, the header has 2",
+        0,
+        0,
+    ),
+    "same names": (
+        "date,a,a\n1,2,3\n",
+        "line 1: two columns are named 'a'",
+        None,
+        None,
+    ),
+    "empty": ("\n\n", "own.csv is empty", None, None),
+    "quotes": ('date,a\n"2020-01-01,1\n', "line 2: unexpected end of data", None, None),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(tmp_path, case):
+    text, message, options, expected = BAD[case]
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=message) as error:
+        data.read_series(path)
+    assert "own.csv" in str(error.value) and "\n" not in str(error.value)
+    if options:
+        found = data.series(str(path), **options)
+        assert found.values.shape == (len(expected), 1)
+        np.testing.assert_allclose(found.values[:, 0], expected)
+        assert (np.diff(found.dates) > 0 * HOUR).all()
+
+
+def test_other_files(tmp_path):
+    path = write(tmp_path, "date;a\n01.02.2020;1,5\n02.02.2020;2,5\n03.02.2020;3,5\n")
+    found = data.read_series(path, date_format="%d.%m.%Y")
+    assert found.values[:, 0].tolist() == [1.5, 2.5, 3.5]
+    path = write(tmp_path, "\ufeffdate\ta\n\n" + rows(DAYS)[7:].replace(",", "\t"))
+    assert data.read_series(path).names == ("a",)
+    path = write(tmp_path, rows(GOOD, (1, 2, 3, 4), (5, 5, 5, 5)))
+    assert data.read_series(path, constant="keep").names == ("a", "b")
+    with pytest.raises(ValueError, match="no column 'z' beside the dates; it has a, b"):
+        data.read_series(path, columns=("z",))
+    with pytest.raises(ValueError, match="unknown gaps 'guess'; choose one of error"):
+        data.read_series(path, gaps="guess")
+    with pytest.raises(ValueError, match="line 2, column 'date': .* is no date of the"):
+        data.read_series(path, date_format="%d/%m/%Y")
+    path.write_bytes(b"date,a\n\xff\xfe,1\n")
+    with pytest.raises(ValueError, match="own.csv is no text in UTF-8"):
+        data.read_series(path)
+    path.write_bytes(gzip.compress(rows(GOOD).encode())[:-9])
+    with pytest.raises(ValueError, match="own.csv is damaged or truncated"):
+        data.read_series(path)
+    with pytest.raises(ValueError, match="no such file"):
+        data.read_series(tmp_path)
+
+
+# Windows
+
+
+@pytest.mark.parametrize(("length", "number"), [(120, 1), (121, 2)])
+def test_windows_are_counted(length, number):
+    assert data.windows(length, 96, 24) == number
+
+
+@pytest.mark.parametrize("length", [119, 50])
+def test_a_series_shorter_than_the_window(length):
+    with pytest.raises(
+        ValueError, match=rf"120 rows \(in_len 96 and out_len 24\).* has {length}"
+    ):
+        data.windows(length, 96, 24)
+    values = np.random.default_rng(0).random((10 * length, 2))
+    with pytest.raises(ValueError, match=r"validation split, rows .*in_len 96 and"):
+        data.splits(
+            values, data.borders((0.8, 0.01, 0.19), 1000), in_len=96, out_len=24
+        )
+
+
+COUNTS = [  # UC-35 and section 8 of the specification
+    ("etth1", 17_420, 96, 96, (8449, 2785, 2785)),
+    ("etth1", 17_420, 96, 192, (8353, 2689, 2689)),
+    ("etth1", 17_420, 96, 336, (8209, 2545, 2545)),
+    ("etth1", 17_420, 96, 720, (7825, 2161, 2161)),
+    ("etth1", 17_420, 168, 96, (8377, 2785, 2785)),
+    ("ettm1", 69_680, 168, 96, (34_297, 11_425, 11_425)),
+    ("wth", 35_064, 168, 96, (19_897, 7105, 7105)),
+]
+STEPS = {"etth1": 524, "ettm1": 2144, "wth": 1244}  # of 16 windows, L 168
+
+
+@pytest.mark.parametrize(("name", "length", "in_len", "out_len", "expected"), COUNTS)
+def test_borders_and_counts_of_the_known_sets(name, length, in_len, out_len, expected):
+    where = data.borders(name, length)
+    values = np.random.default_rng(0).random((length, 1))
+    found = data.splits(values, where, in_len=in_len, out_len=out_len)
+    assert (found.train.size, found.validation.size, found.test.size) == expected
+    if in_len == 168:
+        assert -(-found.train.size // 16) == STEPS[name]
+    assert found.test.start + in_len == where.test[0] == where.validation[1]
+    with pytest.raises(ValueError, match=f"borders of {name} need .* series has 100"):
+        data.borders(name, 100)
+
+
+def test_borders_by_fractions():
+    assert data.borders("own.csv", 1000) == ((0, 700), (700, 800), (800, 1000))
+    assert data.borders((0.5, 0.2, 0.1), 1000) == ((0, 500), (500, 700), (700, 800))
+    assert data.borders((0.7, 0.1, 0.2), 17).test[1] == 17
+    for split in ((0.7, 0.3), (0.7, 0.3, 0.0), (0.9, 0.9, 0.9)):
+        with pytest.raises(ValueError, match="fractions"):
+            data.borders(split, 1000)
+
+
+def test_scaling_knows_the_train_rows_alone():
+    values = np.random.default_rng(0).normal(5.0, 3.0, (1000, 3))
+    values[:, 2] = 0.1  # constant
+    where = data.borders("own", 1000)
+    found = data.splits(values, where, in_len=20, out_len=5)
+    changed = values.copy()
+    changed[700:, :2] *= 100
+    other = data.splits(changed, where, in_len=20, out_len=5)
+    for ours, theirs in zip(found.scaler, other.scaler, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(found.train.rows, other.train.rows)
+    train = found.train.rows.astype(np.float64)
+    np.testing.assert_allclose(train.mean(0), 0, atol=1e-6)
+    np.testing.assert_allclose(train[:, :2].std(0), 1, rtol=1e-6)
+    assert found.train.rows.dtype == np.float32 and found.scaler.deviation[2] == 1
+    back = found.scaler.unscaled(found.test.rows)
+    np.testing.assert_allclose(back, values[780:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_is_the_windows_of_its_numbers():
+    values = np.random.default_rng(0).normal(size=(200, 3))
+    split = data.splits(values, data.borders("own", 200), in_len=12, out_len=4).test
+    index = np.asarray([0, split.size - 1, 5], np.int32)
+    batch = data.window_batch(jnp.asarray(split.rows), jnp.asarray(index), 12, 4)
+    for row, i in enumerate(index):
+        np.testing.assert_array_equal(batch["inputs"][row], split.rows[i : i + 12])
+        np.testing.assert_array_equal(batch["targets"][row], split.rows[i + 12 :][:4])
+    assert split.size == 40 - 4 + 1 and batch["targets"].dtype == jnp.float32
+
+
+# Baselines
+
+REFERENCE = [  # ../shared/reference/stanhop_official_numbers.md: MSE and MAE, L 168
+    ("etth1", 96, (1.294, 0.713), (0.702, 0.560), (0.512, 0.433), (0.381, 0.395)),
+    ("etth1", 192, (1.325, 0.733), (0.716, 0.571), (0.581, 0.469), (0.428, 0.421)),
+    ("etth1", 336, (1.330, 0.746), (0.715, 0.579), (0.650, 0.501), (0.458, 0.436)),
+    ("etth1", 720, (1.335, 0.755), (0.703, 0.594), (0.655, 0.514), (0.438, 0.447)),
+    ("ettm1", 96, (1.214, 0.665), (0.690, 0.545), (0.423, 0.387), (0.319, 0.356)),
+    ("wth", 96, (0.870, 0.628), (0.610, 0.571), (0.789, 0.580), (0.507, 0.498)),
+]
+DIGITS = 5.1e-4  # half of the third
+
+
+@pytest.mark.parametrize(
+    ("name", "out_len", "last", "mean", "seasonal", "linear"), REFERENCE
+)
+def test_baselines_equal_the_reference(name, out_len, last, mean, seasonal, linear):
+    series, split = split_of(name, 168, out_len)
+    found = simple.baselines(split.train, period=series.period)
+    if name == "etth1":  # the reference fits some 4,000 windows at most, we fit all
+        found["as the reference"] = explicit_fit(split.train, 2 if out_len < 720 else 1)
+    records = simple.evaluate(found, split.test)
+    errors = {row["method"]: (row["mse"], row["mae"]) for row in records}
+    assert {row["windows"] for row in records} == {split.test.size}
+    np.testing.assert_allclose(errors["last value"], last, atol=DIGITS)
+    np.testing.assert_allclose(errors["window mean"], mean, atol=DIGITS)
+    np.testing.assert_allclose(errors["seasonal"], seasonal, atol=DIGITS)
+    if name == "etth1":
+        np.testing.assert_allclose(errors["as the reference"], linear, atol=DIGITS)
+    assert np.all(np.asarray(errors["linear"]) < np.asarray(linear) + DIGITS)
+    np.testing.assert_allclose(errors["linear"], linear, atol=0.01)
+
+
+def explicit_fit(train, stride=1):
+    """The linear map from windows written out."""
+    length = train.in_len + train.out_len
+    whole = sliding_window_view(train.rows.astype(np.float64), length, axis=0)[::stride]
+    whole = whole.reshape(-1, length)
+    whole = whole - whole[:, train.in_len - 1, None]
+    x, y = whole[:, : train.in_len], whole[:, train.in_len :]
+    gram = x.T @ x
+    gram += simple.RIDGE * np.diag(gram).mean() * np.eye(train.in_len)
+    return simple.Linear(np.linalg.solve(gram, x.T @ y))
+
+
+def test_the_linear_map_is_that_of_all_windows():
+    values = np.random.default_rng(0).normal(size=(150, 3)).cumsum(0)
+    train = data.splits(values, data.borders("own", 150), in_len=7, out_len=11).train
+    ours, theirs = simple.fit_linear(train), explicit_fit(train)
+    np.testing.assert_allclose(ours.weights, theirs.weights, rtol=1e-8, atol=1e-10)
+
+
+def test_forecasts_are_what_they_say():
+    inputs = np.random.default_rng(0).normal(size=(2, 6, 3))
+    last = simple.LastValue(4)(inputs)
+    mean = simple.WindowMean(4)(inputs)
+    for step in range(4):
+        np.testing.assert_array_equal(last[:, step], inputs[:, -1])
+        np.testing.assert_allclose(mean[:, step], inputs.mean(1))
+    seasonal = simple.Seasonal(7, 3)(inputs)
+    np.testing.assert_array_equal(seasonal, inputs[:, [3, 4, 5, 3, 4, 5, 3]])
+    with pytest.raises(ValueError, match="period must be at most 6, got 7"):
+        simple.Seasonal(7, 7)(inputs)
+
+
+@pytest.mark.parametrize("block", [1, 2, 100])
+def test_the_test_set_is_whole_whatever_the_block(block):
+    rows = np.asarray([0, 1, 2, 3, 4, 7], np.float32)[:, None]
+    split = data.Windows(rows, 0, 1, 1)  # UC-34: five windows, errors 1, 1, 1, 1, 3
+    (row,) = simple.evaluate({"last": simple.LastValue(1)}, split, block=block)
+    assert row == {"method": "last", "windows": 5, "mse": 13 / 5, "mae": 7 / 5}
+
+
+def test_a_period_longer_than_the_input_is_left_out():
+    rows = np.random.default_rng(0).normal(size=(60, 1)).astype(np.float32)
+    train = data.Windows(rows, 0, 12, 3)
+    assert list(simple.baselines(train, period=24)) == [
+        "last value",
+        "window mean",
+        "linear",
+    ]
