@@ -16,6 +16,7 @@ gives Stage I what it may move.
 
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.derived import HopfieldAttention, HopfieldLayer, HopfieldPooling
+from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import (
     KernelParam,
     LinearFeatures,
@@ -33,5 +34,6 @@ __all__ = [
     "KernelParam",
     "LinearFeatures",
     "SeparatedMemories",
+    "dropped",
     "separation_losses",
 ]

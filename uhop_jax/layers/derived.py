@@ -1,5 +1,6 @@
 """Layers made of `Hopfield`: pooling, lookup, and a replacement for attention."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ class HopfieldPooling(nnx.Module):
     Args:
       memory_size: dimension of memories.
       quantity: learned states, one output each.
+      sets: the last of the batch axes of memories, if each place along them is to have
+        learned states of its own.
       state_size: dimension of the states; as memories by default.
       rngs: for the start values.
       **options: of `Hopfield`.
@@ -28,6 +31,7 @@ class HopfieldPooling(nnx.Module):
         memory_size: int,
         quantity: int = 1,
         *,
+        sets: Sequence[int] = (),
         state_size: int | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -35,7 +39,7 @@ class HopfieldPooling(nnx.Module):
         check_count("quantity", quantity, 1)
         state_size = memory_size if state_size is None else state_size
         self.association = Hopfield(state_size, memory_size, rngs=rngs, **options)
-        self.state = _patterns(quantity, state_size, options, rngs)
+        self.state = _patterns((*sets, quantity), state_size, options, rngs)
 
     def __call__(
         self,
@@ -46,9 +50,7 @@ class HopfieldPooling(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "*batch quantity out"]:
         """One vector for each bag and learned state; arguments as of `Hopfield`."""
-        return self.association(
-            self._states(memories), memories, values, mask=mask, key=key
-        )
+        return self.association(self.state[...], memories, values, mask=mask, key=key)
 
     def associate(
         self,
@@ -60,12 +62,8 @@ class HopfieldPooling(nnx.Module):
     ) -> Association:
         """As `__call__`, with weights, energies and convergence beside the output."""
         return self.association.associate(
-            self._states(memories), memories, values, mask=mask, key=key
+            self.state[...], memories, values, mask=mask, key=key
         )
-
-    def _states(self, memories: Array) -> Array:
-        state = self.state[...]
-        return jnp.broadcast_to(state, (*memories.shape[:-2], *state.shape))
 
 
 class HopfieldLayer(nnx.Module):
@@ -100,11 +98,11 @@ class HopfieldLayer(nnx.Module):
         if learn_values and not direct:
             raise ValueError("learn_values needs values='direct'")
         self.association = Hopfield(state_size, memory_size, rngs=rngs, **options)
-        self.memories = _patterns(quantity, memory_size, options, rngs)
+        self.memories = _patterns((quantity,), memory_size, options, rngs)
         self.targets = nnx.data(None)
         if learn_values:
             size = options.get("value_size") or memory_size
-            self.targets = _patterns(quantity, size, options, rngs)
+            self.targets = _patterns((quantity,), size, options, rngs)
 
     def __call__(
         self,
@@ -211,7 +209,7 @@ class HopfieldAttention(nnx.Module):
         if deterministic is None:
             deterministic = self.deterministic
         key = None
-        if not deterministic and self.association.dropout.rate > 0:
+        if not deterministic and self.association.dropout:
             if rngs is None:
                 raise ValueError(
                     "dropout needs rngs=, a key or nnx.Rngs(dropout=...); or say "
@@ -223,6 +221,8 @@ class HopfieldAttention(nnx.Module):
         )
 
 
-def _patterns(quantity: int, size: int, options: Any, rngs: nnx.Rngs) -> nnx.Param:
+def _patterns(
+    quantity: tuple[int, ...], size: int, options: Any, rngs: nnx.Rngs
+) -> nnx.Param:
     dtype = options.get("param_dtype", jnp.float32)
-    return nnx.Param(jax.random.normal(rngs.params(), (quantity, size), dtype))
+    return nnx.Param(jax.random.normal(rngs.params(), (*quantity, size), dtype))

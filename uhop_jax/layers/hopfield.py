@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 
 from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax.layers.association import HEAD_AXES, Association, moved
+from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import LinearFeatures, SeparatedMemories, as_kernel
 from uhop_jax.layers.masks import checked_mask, combined
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
@@ -249,7 +250,7 @@ class Hopfield(nnx.Module):
             self.bias_value = nnx.Param(
                 init(rngs.params(), (num_heads, read), param_dtype)
             )
-        self.dropout = nnx.Dropout(dropout)
+        self.dropout = float(dropout)
 
     def __call__(
         self,
@@ -264,7 +265,8 @@ class Hopfield(nnx.Module):
         """Retrieves for each state what it is associated with.
 
         Args:
-          state: queries.
+          state: queries; `(L, state_size)`, or with the last of the batch axes alone,
+            if all memory sets share them.
           memories: `(*batch, S, memory_size)`, or `(S, memory_size)`, which all states
             share; the states themselves by default.
           values: `(..., S, value_size)`, read out in place of the memories; only with
@@ -306,20 +308,22 @@ class Hopfield(nnx.Module):
             raise ValueError(
                 f"state must have shape (..., L, {self.sizes[0]}), got {state.shape}"
             )
-        batch = state.shape[:-2]
-        while memories.ndim > 2 and memories.shape[0] == 1:  # one memory for all
-            memories = memories[0]
-            values = values if values is None else values[0]
+        single = all(number == 1 for number in memories.shape[:-2])
+        if single and state.ndim >= memories.ndim:  # one memory for all
+            memories = memories.reshape(memories.shape[-2:])
+            if values is not None:
+                values = jnp.asarray(values).reshape(values.shape[-2:])
         shared = memories.ndim == 2
         if memories.shape[-1] != self.sizes[1] or memories.ndim < 2:
             raise ValueError(
                 f"memories must have shape (..., S, {self.sizes[1]}), got "
                 f"{memories.shape}"
             )
-        if not shared and memories.shape[:-2] != batch:
+        batch = state.shape[:-2] if shared else memories.shape[:-2]
+        if batch[len(batch) - len(state.shape[:-2]) :] != state.shape[:-2]:
             raise ValueError(
                 f"memories have shape {memories.shape}, state {state.shape}: leading "
-                "axes must agree, or memories have none"
+                "axes must agree, or memories have none, or the state has fewer"
             )
         if values is not None:
             values = jnp.asarray(values)
@@ -332,7 +336,7 @@ class Hopfield(nnx.Module):
                 )
 
         if mask is not None:  # padding may hold anything, NaN too
-            mask = checked_mask(mask, state.shape[:-2], memories.shape[-2])
+            mask = checked_mask(mask, batch, memories.shape[-2])
             empty = jnp.zeros((), memories.dtype)
             seen = mask.any(tuple(range(mask.ndim - 1))) if shared else mask
             memories = jnp.where(seen[..., None], memories, empty)
@@ -348,7 +352,7 @@ class Hopfield(nnx.Module):
         mapped = memories
         if self.kernel is not None:
             if hasattr(self, "__captures__"):  # within `nnx.capture` alone
-                self._record(self.kernel, state, memories, mask)
+                self._record(self.kernel, state, memories, mask, batch)
             state, mapped = self.kernel(state), self.kernel(memories)
 
         if self.static:
@@ -362,18 +366,19 @@ class Hopfield(nnx.Module):
                 read = self.value(read)
         if self.norm_query is not None:
             query, keys = self.norm_query(query), self.norm_key(keys)
+        query = jnp.broadcast_to(query, (*batch, *query.shape[-3:]))
         stored = keys.shape[-3]
         keys = self._extended(keys, self.bias_key)
         read = self._extended(read, self.bias_value)
-        shape = (*state.shape[:-2], self.num_heads, state.shape[-2], keys.shape[-3])
+        shape = (*batch, self.num_heads, state.shape[-2], keys.shape[-3])
         where = combined(mask, association_mask, shape, learned=shape[-1] - stored)
 
         # Heads are one axis before the last, (..., L, heads, size).
         arguments = query, keys, read, self._beta(), self._alpha(), where
         found = self._over_heads(details, *arguments)
         output = found.output
-        if key is not None and self.dropout.rate > 0:
-            kept = self.dropout(found.weights, rngs=key)
+        if key is not None and self.dropout:
+            kept = dropped(found.weights, self.dropout, key)
             output = jnp.einsum("...hls,...shv->...lhv", kept, read)
         if self.static:
             return moved(found._replace(output=output), jnp.squeeze)
@@ -383,11 +388,11 @@ class Hopfield(nnx.Module):
             output = self.out(output)
         return found._replace(output=output)
 
-    def _record(self, kernel, state, memories, mask) -> None:
+    def _record(self, kernel, state, memories, mask, batch) -> None:
         """Leaves to `separation_losses` what the kernel is to separate."""
         patterns, where = memories, mask
         if self.separate_states:
-            batch = state.shape[:-2]
+            state = jnp.broadcast_to(state, (*batch, *state.shape[-2:]))
             memories = jnp.broadcast_to(memories, (*batch, *memories.shape[-2:]))
             patterns = jnp.concatenate([state, memories], axis=-2)
             if mask is not None:
@@ -425,7 +430,7 @@ class Hopfield(nnx.Module):
         per_head = None if where is None or where.shape[-3] == 1 else -3
         if where is not None and per_head is None:
             arguments = (*arguments[:-1], where.squeeze(-3))
-        places = (-2, -2, -2, 0, None if alpha is None else 0, per_head)
+        places = (-2, -2, -2, *map(_head_axis, (beta, alpha)), per_head)
         if self.num_heads > 1:
             return jax.vmap(one, places, HEAD_AXES)(*arguments)
         single = [
@@ -435,22 +440,18 @@ class Hopfield(nnx.Module):
         return moved(one(*single), jnp.expand_dims)
 
     def _beta(self) -> Array:
-        """One for each head."""
+        """One for all heads, or one for each."""
         if self.log_beta is None:
-            beta = jnp.asarray(self.beta)
-        else:
-            beta = jnp.exp(self.log_beta[...])
-        return jnp.broadcast_to(beta, (self.num_heads,))
+            return jnp.asarray(self.beta)
+        return jnp.exp(self.log_beta[...])
 
     def _alpha(self) -> Array | None:
-        """One for each head; None if the separation has none."""
+        """One for all heads, or one for each; None if the separation has none."""
         if self.alpha is None:
             return None
         if isinstance(self.alpha, nnx.Variable):
-            alpha = bounded_alpha(self.alpha[...])
-        else:
-            alpha = jnp.asarray(self.alpha)
-        return jnp.broadcast_to(alpha, (self.num_heads,))
+            return bounded_alpha(self.alpha[...])
+        return jnp.asarray(self.alpha)
 
     def _per_head(self, name: str, value: Any) -> np.ndarray:
         value = np.asarray(value, dtype=np.float64)
@@ -470,6 +471,11 @@ class Hopfield(nnx.Module):
             more.append(jnp.zeros(x.shape[-2:], x.dtype))
         more = [jnp.broadcast_to(m, (*x.shape[:-3], 1, *x.shape[-2:])) for m in more]
         return jnp.concatenate([x, *more], axis=-3) if more else x
+
+
+def _head_axis(x: Array | None) -> int | None:
+    """The axis of heads of `beta` and `alpha`, which a number does not have."""
+    return 0 if x is not None and x.ndim else None
 
 
 def _unbounded(alpha: np.ndarray) -> Array:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from uhop_jax._checks import check_count
-from uhop_jax.layers import Hopfield
+from uhop_jax.layers import Hopfield, dropped
 
 
 class Patches(nnx.Module):
@@ -217,7 +217,7 @@ class Block(nnx.Module):
         )
         self.up = nnx.Linear(size, mlp_size, rngs=rngs, **dtypes)
         self.down = nnx.Linear(mlp_size, size, rngs=rngs, **dtypes)
-        self.dropout = nnx.Dropout(dropout)
+        self.dropout = dropout
 
     def __call__(
         self, tokens: Float[Array, "*batch L size"], *, key: Array | None = None
@@ -225,9 +225,6 @@ class Block(nnx.Module):
         """Tokens after both branches."""
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
         found = self.association(self.norm_association(tokens), key=keys[0])
-        tokens = tokens + self._dropped(found, keys[1])
+        tokens = tokens + dropped(found, self.dropout, keys[1])
         found = self.down(jax.nn.gelu(self.up(self.norm_mlp(tokens))))
-        return tokens + self._dropped(found, keys[2])
-
-    def _dropped(self, x: Array, key: Array | None) -> Array:
-        return x if key is None else self.dropout(x, rngs=key)
+        return tokens + dropped(found, self.dropout, keys[2])

@@ -1,0 +1,547 @@
+"""STanHop-Net, a forecaster of sparse Hopfield layers [app:ts].
+
+Wu et al. 2024 (ICLR). Tokens are segments of one series; a block associates each
+series with itself over time, then the series with one another through a few pooled
+patterns. The preset `released` reproduces the oddities of the authors' release, for
+comparison with it; `paper` is the model that the release sets out to be.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from uhop_jax._checks import check_choice, check_count
+from uhop_jax.layers import Hopfield, HopfieldLayer, HopfieldPooling, dropped
+from uhop_jax.separation import Entmax, Separation
+
+PRESETS = ("paper", "released")
+POOL_QUERIES = ("position", "shared")
+EPSILON = 1e-5  # of every LayerNorm
+
+
+class STanHop(nnx.Module):
+    """Forecasts the `out_len` steps that follow `in_len` steps of several series.
+
+    Args:
+      series: number of series, `D`.
+      in_len: steps of the input, `L`.
+      out_len: steps of the forecast, `H`.
+      segment: steps of a segment, `P`.
+      scales: of the encoder, `N`; each but the first merges segments.
+      merge: segments that a further scale makes one of, `w`.
+      size: of tokens, `d`.
+      mlp_size: hidden width of a block's MLPs, `f`.
+      num_heads: heads of every layer.
+      pooled: patterns through which the series see one another, `c`.
+      pool_queries: `position` learns the queries of the pooling for each segment,
+        `shared` has one set of them.
+      dropout: of weights and of what each branch adds.
+      separation: of every layer; None is entmax with an `alpha` that each layer learns.
+      alpha_start: raw start of a learned `alpha = 1 + sigmoid(raw)`; None draws it from
+        `N(0, 1)`.
+      alpha_per_head: learn an `alpha` for each head.
+      kernel: makes the kernel of a layer; each has its own.
+      preset: `paper` or `released`.
+      residual_mean: add the mean of the window to the forecast.
+      dtype: of the computation; None follows inputs and parameters.
+      param_dtype: of the parameters.
+      rngs: for the start values.
+
+    Raises:
+      ValueError: if a number is out of range or a name unknown.
+    """
+
+    def __init__(
+        self,
+        series: int,
+        in_len: int,
+        out_len: int,
+        *,
+        segment: int = 12,
+        scales: int = 1,
+        merge: int = 2,
+        size: int = 256,
+        mlp_size: int = 512,
+        num_heads: int = 4,
+        pooled: int = 10,
+        pool_queries: str = "position",
+        dropout: float = 0.1,
+        separation: Separation | str | None = None,
+        alpha_start: float | None = None,
+        alpha_per_head: bool = False,
+        kernel: bool | Callable[[], nnx.Module] = False,
+        preset: str = "paper",
+        residual_mean: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        for name, count in (
+            ("series", series),
+            ("in_len", in_len),
+            ("out_len", out_len),
+            ("segment", segment),
+            ("scales", scales),
+            ("merge", merge),
+            ("mlp_size", mlp_size),
+            ("pooled", pooled),
+        ):
+            check_count(name, count, 1)
+        check_choice("preset", preset, PRESETS)
+        check_choice("pool_queries", pool_queries, POOL_QUERIES)
+        self.sizes = (series, in_len, out_len)
+        self.segment, self.residual_mean = segment, residual_mean
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        build = functools.partial(
+            _Builder,
+            options={
+                "num_heads": num_heads,
+                "dropout": dropout,
+                "separation": Entmax(1.5) if separation is None else separation,
+                "learn_alpha": separation is None,
+                "kernel": kernel,
+                **dtypes,
+            },
+            alpha_start=alpha_start,
+            alpha_per_head=alpha_per_head,
+            released=preset == "released",
+        )
+        layers = build(size=size, rngs=rngs)
+        per_position = pool_queries == "position" and preset == "paper"
+
+        def block(segments: int) -> Block:
+            sets = (segments,) if per_position else ()
+            return Block(layers, mlp_size, pooled, sets, dropout)
+
+        segments = -(-in_len // segment)
+        self.embed = nnx.Linear(segment, size, rngs=rngs, **dtypes)
+        self.positions = _normal((series, segments, size), param_dtype, rngs)
+        self.norm = layers.norm()
+        lengths = [segments]
+        merges = []
+        for _ in range(scales - 1):
+            merges.append(Merge(layers, merge))
+            lengths.append(-(-lengths[-1] // merge))
+        self.encoder = nnx.List([block(length) for length in lengths])
+        self.merges = nnx.List(merges)
+        ahead = -(-out_len // segment)
+        self.start = _normal((series, ahead, size), param_dtype, rngs)
+        self.decoder = nnx.List(
+            [
+                DecoderLayer(layers, block(ahead), segment, dropout)
+                for _ in range(scales + 1)
+            ]
+        )
+        _start_linear_maps(self, rngs)
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch in_len series"],
+        *,
+        bank: Float[Array, "K in_len series"] | None = None,
+        bank_weight: float = 1.0,
+        hint: Float[Array, "*batch series segments size"] | None = None,
+        key: Array | None = None,
+    ) -> Float[Array, "*batch out_len series"]:
+        """The forecast; no dropout without a key.
+
+        Args:
+          inputs: windows.
+          bank: past windows of which the first block retrieves too, without training
+            (the plug-and-play memory); the parameters are those of that block.
+          bank_weight: of what is retrieved from the bank; at 0 it is left out.
+          hint: added to the decoder's input.
+          key: for dropout.
+
+        Raises:
+          ValueError: if the inputs do not have the model's shape.
+        """
+        series, in_len, out_len = self.sizes
+        for name, given in (("inputs", inputs), ("bank", bank)):
+            if given is not None and given.shape[-2:] != (in_len, series):
+                raise ValueError(
+                    f"{name} must have shape (..., {in_len}, {series}), got "
+                    f"{given.shape}"
+                )
+        keys = iter(_split(key, len(self.encoder) + len(self.decoder)))
+        tokens = self.embedded(inputs)
+        bank_tokens = None
+        if bank is not None and bank.shape[0] and bank_weight:
+            stored = self.encoder[0].over_time(self.embedded(bank), None)
+            bank_tokens = jnp.moveaxis(stored, 0, 1).reshape(
+                series, -1, tokens.shape[-1]
+            )
+        scales = [tokens]
+        for number, block in enumerate(self.encoder):
+            if number:
+                tokens = self.merges[number - 1](tokens)
+            tokens = block(
+                tokens,
+                bank=bank_tokens if number == 0 else None,
+                bank_weight=bank_weight,
+                key=next(keys),
+            )
+            scales.append(tokens)
+        start = self.start[...].astype(tokens.dtype)
+        ahead = jnp.broadcast_to(start, (*inputs.shape[:-2], *start.shape))
+        if hint is not None:
+            ahead = ahead + hint.astype(ahead.dtype)
+        total: Any = 0.0
+        for layer, encoded in zip(self.decoder, scales, strict=True):
+            ahead, part = layer(ahead, encoded, key=next(keys))
+            total = total + part
+        flat = total.reshape(*total.shape[:-2], -1)[..., :out_len]
+        forecast = jnp.swapaxes(flat, -1, -2)
+        if self.residual_mean:
+            forecast = forecast + inputs.mean(-2, keepdims=True).astype(forecast.dtype)
+        return forecast
+
+    def embedded(
+        self, inputs: Float[Array, "*batch in_len series"]
+    ) -> Float[Array, "*batch series segments size"]:
+        """Tokens of the segments; the first step is repeated to fill the first one."""
+        tokens = self.embed(segments_of(inputs, self.segment))
+        return self.norm(tokens + self.positions[...].astype(tokens.dtype))
+
+
+def segments_of(
+    inputs: Float[Array, "*batch in_len series"], segment: int
+) -> Float[Array, "*batch series segments segment"]:
+    """Each series cut into segments, its first step repeated at the front to fill."""
+    missing = -inputs.shape[-2] % segment
+    if missing:
+        first = jnp.repeat(inputs[..., :1, :], missing, axis=-2)
+        inputs = jnp.concatenate([first, inputs], axis=-2)
+    columns = jnp.swapaxes(inputs, -1, -2)
+    return columns.reshape(*columns.shape[:-1], -1, segment)
+
+
+class _Builder:
+    """Makes the parts of a model, all with its options."""
+
+    def __init__(self, *, size, options, alpha_start, alpha_per_head, released, rngs):
+        self.size, self.options, self.released, self.rngs = (
+            size,
+            options,
+            released,
+            rngs,
+        )
+        self.alpha_start, self.alpha_per_head = alpha_start, alpha_per_head
+        self.dtypes = {name: options[name] for name in ("dtype", "param_dtype")}
+
+    def norm(self, size: int | None = None) -> nnx.LayerNorm:
+        return nnx.LayerNorm(
+            size or self.size, epsilon=EPSILON, rngs=self.rngs, **self.dtypes
+        )
+
+    def linear(self, size_in: int, size_out: int) -> nnx.Linear:
+        return nnx.Linear(size_in, size_out, rngs=self.rngs, **self.dtypes)
+
+    def mlp(self, hidden: int) -> "MLP":
+        return MLP(self.linear(self.size, hidden), self.linear(hidden, self.size))
+
+    def association(self, **options: Any) -> Any:
+        """A generalised sparse Hopfield layer (GSH)."""
+        return self._finished(Hopfield(self.size, rngs=self.rngs, **self._all(options)))
+
+    def pooling(self, quantity: int, sets: tuple[int, ...]) -> Any:
+        """Learned queries, or in the release learned memories."""
+        if self.released:
+            layer: Any = HopfieldLayer(
+                self.size, quantity, rngs=self.rngs, **self._all({})
+            )
+        else:
+            layer = HopfieldPooling(
+                self.size, quantity, sets=sets, rngs=self.rngs, **self._all({})
+            )
+        return self._finished(layer)
+
+    def _all(self, options: Any) -> dict[str, Any]:
+        options = self.options | options
+        heads = options["num_heads"]
+        if options["learn_alpha"] and self.alpha_per_head:
+            options["separation"] = Entmax([1.5] * heads)  # type: ignore[arg-type]
+        return options | {"project_out": not self.released}
+
+    def _finished(self, layer: Any) -> Any:
+        association = getattr(layer, "association", layer)
+        if self.options["learn_alpha"]:
+            raw = association.alpha[...]
+            if self.alpha_start is None:
+                raw = jax.random.normal(self.rngs.params(), raw.shape, raw.dtype)
+            else:
+                raw = jnp.full_like(raw, self.alpha_start)
+            association.alpha = nnx.Param(raw)
+        if self.released:
+            out = self.linear(self.size, self.size)
+            return ScrambledHeads(layer, out, self.options["num_heads"])
+        return layer
+
+
+class MLP(nnx.Module):
+    """Two linear maps with the exact GELU between them."""
+
+    def __init__(self, up: nnx.Linear, down: nnx.Linear):
+        self.up, self.down = up, down
+
+    def __call__(self, tokens: Float[Array, "*batch size"]) -> Array:
+        """Tokens of the same size."""
+        return self.down(jax.nn.gelu(self.up(tokens), approximate=False))
+
+
+class ScrambledHeads(nnx.Module):
+    """A layer whose heads are mixed up with its tokens, as in the release.
+
+    The result `(tokens, heads, head_size)` is laid out by heads, then read as tokens:
+    each row holds pieces of several. Without equivariance, and no part of the model.
+    """
+
+    def __init__(self, layer: Any, out: nnx.Linear, num_heads: int):
+        self.layer, self.out, self.num_heads = layer, out, num_heads
+
+    def __call__(self, *arguments: Array, key: Array | None = None) -> Array:
+        """As the layer, but for the order."""
+        found = self.layer(*arguments, key=key)
+        heads = found.reshape(*found.shape[:-1], self.num_heads, -1)
+        return self.out(jnp.swapaxes(heads, -3, -2).reshape(found.shape))
+
+
+class Block(nnx.Module):
+    """Association over time, then over series; tokens keep their shape."""
+
+    def __init__(
+        self,
+        layers: _Builder,
+        mlp_size: int,
+        pooled: int,
+        sets: tuple[int, ...],
+        dropout: float,
+    ):
+        self.released = layers.released
+        self.time = layers.association()
+        self.norms = nnx.List([layers.norm() for _ in range(4)])
+        self.mlp_time = layers.mlp(mlp_size)
+        self.pool = layers.pooling(pooled, sets)
+        self.across = layers.association()
+        self.mlp_series = layers.mlp(mlp_size)
+        self.dropout = dropout
+
+    def __call__(
+        self,
+        tokens: Float[Array, "*batch series segments size"],
+        *,
+        bank: Float[Array, "series stored size"] | None = None,
+        bank_weight: float = 1.0,
+        key: Array | None = None,
+    ) -> Float[Array, "*batch series segments size"]:
+        """Tokens after both halves; `bank` is read between them."""
+        keys = _split(key, 2)
+        tokens = self.over_time(tokens, keys[0])
+        if bank is not None:
+            tokens = self._from_bank(tokens, bank, bank_weight)
+        return self._over_series(tokens, keys[1])
+
+    def over_time(self, tokens: Array, key: Array | None) -> Array:
+        """Every series by itself, over its segments."""
+        keys = _split(key, 3)
+        found = self.time(tokens, key=keys[0])
+        tokens = self.norms[0](tokens + dropped(found, self.dropout, keys[1]))
+        found = self.mlp_time(tokens)
+        return self.norms[1](tokens + dropped(found, self.dropout, keys[2]))
+
+    def _over_series(self, tokens: Array, key: Array | None) -> Array:
+        """Every segment by itself, over the series."""
+        keys = _split(key, 4)
+        tokens = jnp.swapaxes(tokens, -3, -2)
+        found = self.pool(tokens, key=keys[0])
+        if self.released:  # `found` is a lookup; the next layer never sees it
+            kept, found = found, self.across(tokens, key=keys[1])
+        else:
+            kept, found = tokens, self.across(tokens, found, key=keys[1])
+        tokens = self.norms[2](kept + dropped(found, self.dropout, keys[2]))
+        found = self.mlp_series(tokens)
+        tokens = self.norms[3](tokens + dropped(found, self.dropout, keys[3]))
+        return jnp.swapaxes(tokens, -3, -2)
+
+    def _from_bank(self, tokens: Array, bank: Array, weight: float) -> Array:
+        batch = tokens.shape[:-3]
+        series, segments, size = tokens.shape[-3:]
+        states = jnp.moveaxis(tokens.reshape(-1, series, segments, size), 0, 1)
+        found = self.time(states.reshape(series, -1, size), bank)
+        found = jnp.moveaxis(found.reshape(series, -1, segments, size), 1, 0)
+        found = found.reshape(*batch, series, segments, size)
+        return self.norms[0](tokens + jnp.asarray(weight, tokens.dtype) * found)
+
+
+class Merge(nnx.Module):
+    """Makes one segment of several that follow one another."""
+
+    def __init__(self, layers: _Builder, number: int):
+        self.number = number
+        self.norm = layers.norm(number * layers.size)
+        self.linear = layers.linear(number * layers.size, layers.size)
+
+    def __call__(
+        self, tokens: Float[Array, "*batch segments size"]
+    ) -> Float[Array, "*batch merged size"]:
+        """Fewer tokens; the last ones are repeated to fill the last group."""
+        segments, size = tokens.shape[-2:]
+        missing = -segments % self.number
+        if missing <= segments:
+            more = tokens[..., segments - missing :, :]
+        else:
+            more = jnp.repeat(tokens[..., -1:, :], missing, axis=-2)
+        tokens = jnp.concatenate([tokens, more], axis=-2)
+        grouped = tokens.reshape(*tokens.shape[:-2], -1, self.number * size)
+        return self.linear(self.norm(grouped))
+
+
+class DecoderLayer(nnx.Module):
+    """A block over the segments ahead, which then retrieve from an encoder scale."""
+
+    def __init__(self, layers: _Builder, block: Block, segment: int, dropout: float):
+        self.block = block
+        self.cross = layers.association()
+        self.norms = nnx.List([layers.norm(), layers.norm()])
+        self.mlp = layers.mlp(layers.size)
+        self.head = layers.linear(layers.size, segment)
+        self.dropout = dropout
+
+    def __call__(
+        self,
+        ahead: Float[Array, "*batch series segments size"],
+        encoded: Float[Array, "*batch series stored size"],
+        *,
+        key: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Tokens for the next layer, and its part of the forecast."""
+        keys = _split(key, 3)
+        ahead = self.block(ahead, key=keys[0])
+        found = self.cross(ahead, encoded, key=keys[1])
+        ahead = self.norms[0](ahead + dropped(found, self.dropout, keys[2]))
+        ahead = self.norms[1](ahead + self.mlp(ahead))
+        return ahead, self.head(ahead)
+
+
+class TuneAndPlay(nnx.Module):
+    """A frozen forecaster, to which the futures of similar past windows are a hint.
+
+    Each series retrieves, by the cosine of its window with those of the bank, a convex
+    combination of their futures. It is added to the decoder's input, through a gate
+    that begins at zero. Only what this module adds is learned.
+
+    Args:
+      backbone: trained already.
+      windows: of the bank, `(K, in_len, series)`.
+      futures: of the bank, `(K, out_len, series)`.
+      beta: start of the inverse temperature, which is learned.
+      kernel: maps windows before they are scaled to unit length.
+      rngs: for the start values.
+
+    Raises:
+      ValueError: if the bank does not fit the backbone.
+    """
+
+    def __init__(
+        self,
+        backbone: STanHop,
+        windows: Float[Array, "K in_len series"],
+        futures: Float[Array, "K out_len series"],
+        *,
+        beta: float = 10.0,
+        kernel: nnx.Module | None = None,
+        rngs: nnx.Rngs,
+    ):
+        series, in_len, out_len = backbone.sizes
+        for name, given, length in (
+            ("windows", windows, in_len),
+            ("futures", futures, out_len),
+        ):
+            wanted = (windows.shape[0], length, series)
+            if given.shape != wanted or not len(given):
+                raise ValueError(f"{name} must have shape {wanted}, got {given.shape}")
+        self.backbone = backbone
+        self.windows = nnx.Variable(jnp.moveaxis(jnp.asarray(windows), -1, 0))
+        self.futures = nnx.Variable(jnp.moveaxis(jnp.asarray(futures), -1, 0))
+        self.association = Hopfield(
+            in_len,
+            value_size=out_len,
+            static=True,
+            separation=Entmax(1.5),
+            learn_alpha=True,
+            beta=beta,
+            learn_beta=True,
+            kernel=_UnitLength(kernel),
+            rngs=rngs,
+        )
+        size = backbone.embed.out_features
+        self.embed = nnx.Linear(backbone.segment, size, rngs=rngs)
+        _start_linear_maps(self.embed, rngs)
+        self.gate = nnx.Param(jnp.zeros(()))
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch in_len series"],
+        *,
+        key: Array | None = None,
+    ) -> Float[Array, "*batch out_len series"]:
+        """The forecast of the backbone, with the hint; no dropout without a key."""
+        retrieved = jnp.swapaxes(self.pseudo_labels(inputs), -1, -2)
+        missing = -retrieved.shape[-1] % self.backbone.segment
+        width = [(0, 0)] * (retrieved.ndim - 1) + [(0, missing)]
+        cut = jnp.pad(retrieved, width, mode="edge")
+        cut = cut.reshape(*retrieved.shape[:-1], -1, self.backbone.segment)
+        graphdef, state = nnx.split(self.backbone)
+        frozen = nnx.merge(graphdef, jax.tree.map(lax.stop_gradient, state))
+        return frozen(inputs, hint=self.gate[...] * self.embed(cut), key=key)
+
+    def pseudo_labels(
+        self, inputs: Float[Array, "*batch in_len series"]
+    ) -> Float[Array, "*batch out_len series"]:
+        """What the bank makes of each window."""
+        flat = inputs.reshape(-1, *inputs.shape[-2:])
+        states = jnp.moveaxis(flat, -1, 0)
+        found = self.association(states, self.windows[...], self.futures[...])
+        found = jnp.moveaxis(found, 0, -1)
+        return found.reshape(*inputs.shape[:-2], *found.shape[-2:])
+
+
+class _UnitLength(nnx.Module):
+    """Features of unit length, so that overlaps are cosines."""
+
+    def __init__(self, kernel: nnx.Module | None):
+        self.kernel: Any = nnx.data(kernel)
+
+    def __call__(self, patterns: Array) -> Array:
+        features = patterns if self.kernel is None else self.kernel(patterns)
+        squared = (features * features).sum(-1, keepdims=True)
+        return features * lax.rsqrt(jnp.maximum(squared, jnp.finfo(squared.dtype).tiny))
+
+
+def _start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
+    """Draws weights and biases from `U(-1, 1) / sqrt(inputs)`, as PyTorch does."""
+    for _, node in nnx.iter_modules(module):
+        if isinstance(node, (nnx.Linear, nnx.LinearGeneral)):
+            inputs = node.in_features
+            number = inputs if isinstance(inputs, int) else math.prod(inputs)
+            bound = number**-0.5
+            for variable in filter(None, (node.kernel, node.bias)):
+                value = variable[...]
+                variable[...] = jax.random.uniform(
+                    rngs.params(), value.shape, value.dtype, -bound, bound
+                )
+
+
+def _normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> nnx.Param:
+    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype))
+
+
+def _split(key: Array | None, number: int) -> Any:
+    return [None] * number if key is None else jax.random.split(key, number)
