@@ -56,9 +56,11 @@ def model_of(
     separation.check()
     memories = as_floating(memories, "memories")
     query = as_floating(query, "query")
-    while memories.ndim > 2 and memories.shape[0] == 1:
-        memories = memories[0]
-        values = values if values is None else values[0]
+    if memories.ndim > 2 and all(number == 1 for number in memories.shape[:-2]):
+        memories = memories.reshape(memories.shape[-2:])
+        if values is not None:
+            values = jnp.asarray(values)
+            values = values.reshape(values.shape[-2:])
     check_patterns(memories, query, similarity)
     sets = memories.shape[:-2]
     if sets and query.shape[: len(sets)] != sets or query.ndim <= len(sets):

@@ -80,6 +80,7 @@ def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
                 markersize=4,
                 linewidth=1.2,
                 capsize=2,
+                markevery=max(1, len(series.x) // 12),
                 fillstyle="none" if number % 2 else "full",
             )
         axis.set(title=part.title, xlabel=part.xlabel, ylabel=part.ylabel)

@@ -1,16 +1,18 @@
 """The arms of a study: a separation, with or without U-Hop, and the controls."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from uhop_jax._checks import check_choice
+from uhop_jax.separation import Entmax, separation_from_name
 
 
 class Arm(NamedTuple):
     """What tells an arm from the others.
 
     Attributes:
-      separation: of every Hopfield layer.
+      separation: of every Hopfield layer; `learned` is entmax with an alpha that each
+        layer learns.
       kernel: whether layers have one.
       schedule: of Stage I.
       by_task: whether the task moves kernels.
@@ -33,6 +35,7 @@ class Arm(NamedTuple):
 def _arms() -> dict[str, Arm]:
     found: dict[str, Arm] = {}
     bases = {"MHM": "softmax", "Sparse MHM": "sparsemax", "entmax": "entmax"}
+    bases["GSH"] = "learned"  # generalised sparse Hopfield, of STanHop-Net
     for name, separation in bases.items():
         found |= {
             name: Arm(separation),
@@ -60,3 +63,11 @@ def arm_of(name: str) -> Arm:
     """
     check_choice("arm", name, ARMS)
     return ARMS[name]
+
+
+def separation_options(arm: Arm, alpha: float) -> dict[str, Any]:
+    """Options of `Hopfield` for the separation of an arm, which may have an `alpha`."""
+    if arm.separation == "learned":
+        return {"separation": Entmax(alpha), "learn_alpha": True}
+    parameters = {"alpha": alpha} if arm.separation == "entmax" else {}
+    return {"separation": separation_from_name(arm.separation, **parameters)}

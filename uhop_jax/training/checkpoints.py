@@ -1,6 +1,7 @@
 """Checkpoints of a run: asynchronous, the latest and the best kept, damage survived."""
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,8 +29,14 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every step
         policy: Any = managers.LatestN(KEPT)
         if metric is not None:
+            worst = math.inf if least else -math.inf
+
+            def value(metrics: Mapping[str, float]) -> float:
+                found = metrics[metric]
+                return found if math.isfinite(found) else worst
+
             best = managers.BestN(
-                get_metric_fn=lambda metrics: metrics[metric],
+                get_metric_fn=value,
                 reverse=least,
                 n=1,
                 keep_checkpoints_without_metrics=False,

@@ -40,7 +40,8 @@ class Goal(NamedTuple):
 
     Attributes:
       epochs: at most.
-      metric: of the test split, such as `accuracy`.
+      metric: such as `accuracy`, of the validation split; of the test split, if there
+        is no other.
       least: whether less of it is better.
       patience: epochs without a better one after which the run ends; None never.
       test_train: also judge the train split after each epoch, without dropout.
@@ -56,7 +57,7 @@ class Goal(NamedTuple):
 def columns(trainer: Trainer, goal: Goal) -> dict[str, type]:
     """Of `metrics.csv`, with their types."""
     found: dict[str, type] = {"phase": str, "epoch": int, "step": int, "seed": int}
-    parts = ("train", "test", "fit") if goal.test_train else ("train", "test")
+    parts = ["train", trainer.task.judge, *(["fit"] if goal.test_train else [])]
     for part in parts:
         found |= {f"{part}_{name}": float for name in trainer.metrics}
     return found | {"separation": float}
@@ -72,7 +73,8 @@ def train(
     """Trains to the end, or continues a run that was interrupted.
 
     Writes `metrics.csv` (one line for each epoch and seed: metrics while training, of
-    the test split, and with `test_train` of the train split as `fit_`), `curves.png`,
+    the validation or else the test split, and with `test_train` of the train split as
+    `fit_`), `curves.png`,
     TensorBoard events and checkpoints into `workdir`. Interrupted by a signal, it saves
     a checkpoint first; killed, it loses at most what came after the last one, and
     computes that again, bit for bit.
@@ -88,9 +90,8 @@ def train(
     chief = jax.process_index() == 0
     path = workdir / "metrics.csv"
     rows = records.read_rows(path, columns(trainer, goal))
-    checkpoints = Checkpoints(
-        workdir / "checkpoints", metric=f"test_{goal.metric}", least=goal.least
-    )
+    metric = f"{trainer.task.judge}_{goal.metric}"
+    checkpoints = Checkpoints(workdir / "checkpoints", metric=metric, least=goal.least)
     state = trainer.init()
     found = checkpoints.latest(state)
     step = 0
@@ -113,7 +114,7 @@ def train(
     try:
         with _signals() as stopped:
             for phase, epoch, offset, begun in _epochs(phases, step):
-                if _patience_is_over(rows, goal):
+                if _patience_is_over(rows, metric, goal):
                     break
                 for done, new_state in data.run(state, phase, epoch, offset):
                     state, step = new_state, begun + done
@@ -135,8 +136,8 @@ def train(
                 checkpoints.save(step, state, means)
                 saved = time.monotonic()
                 if means:
-                    name = f"test_{goal.metric}"
-                    bar.set_postfix_str(f"epoch {epoch + 1}, {name} {means[name]:.4g}")
+                    text = f"epoch {epoch + 1}, {metric} {means[metric]:.4g}"
+                    bar.set_postfix_str(text)
                 if stopped:
                     raise KeyboardInterrupt
     finally:
@@ -163,7 +164,8 @@ def best_state(trainer: Trainer, goal: Goal, workdir: Path) -> tuple[int, TrainS
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=trainer.replicated),
         like,
     )
-    checkpoints = Checkpoints(directory, metric=f"test_{goal.metric}", least=goal.least)
+    metric = f"{trainer.task.judge}_{goal.metric}"
+    checkpoints = Checkpoints(directory, metric=metric, least=goal.least)
     try:
         return checkpoints.best(like)
     finally:
@@ -225,7 +227,7 @@ class Data:
             yield first, state
 
     def evaluate(self, state: TrainState, part: str) -> dict[str, np.ndarray]:
-        """Mean of each metric over the whole `train` or `test` split, for each seed."""
+        """Mean of each metric over a whole split (its name), for each seed."""
         split: Split = getattr(self.trainer.task, part)
         names = self.trainer.metrics
         sums = {name: np.zeros(len(self.trainer.keys)) for name in names}
@@ -317,7 +319,8 @@ def _records(
     if phase.name == "task":
         for name in trainer.metrics:
             found[f"train_{name}"] = sums[name] / sums["examples"]
-        parts = {"test": "test"} | ({"fit": "train"} if goal.test_train else {})
+        judge = trainer.task.judge
+        parts = {judge: judge} | ({"fit": "train"} if goal.test_train else {})
         for prefix, part in parts.items():
             for name, values in data.evaluate(state, part).items():
                 found[f"{prefix}_{name}"] = values
@@ -338,20 +341,32 @@ def _records(
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean over seeds of each metric."""
-    names = [name for name in rows[0] if name.startswith(("train_", "test_", "fit_"))]
+    parts = ("train_", "validation_", "test_", "fit_")
+    names = [name for name in rows[0] if name.startswith(parts)]
     return {name: float(np.mean([row[name] for row in rows])) for name in names}
 
 
-def _patience_is_over(rows: Sequence[Mapping[str, Any]], goal: Goal) -> bool:
+def best_epoch(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> int:
+    """Number of the best epoch of the task, from 1, by the mean over seeds.
+
+    A value that is not finite is never the best; 0 if there is no epoch.
+    """
+    epochs = records.grouped([r for r in rows if r["phase"] == "task"], ("epoch",))
+    values = np.array([_means(ours)[metric] for ours in epochs.values()])
+    if not len(values):
+        return 0
+    worst = np.inf if least else -np.inf
+    values = np.where(np.isfinite(values), values, worst)
+    return 1 + int(values.argmin() if least else values.argmax())
+
+
+def _patience_is_over(
+    rows: Sequence[Mapping[str, Any]], metric: str, goal: Goal
+) -> bool:
     if goal.patience is None:
         return False
-    name = f"test_{goal.metric}"
-    epochs = records.grouped([r for r in rows if r["phase"] == "task"], ("epoch",))
-    values = [_means(ours)[name] for ours in epochs.values()]
-    if not values:
-        return False
-    best = int(np.argmin(values) if goal.least else np.argmax(values))
-    return len(values) - 1 - best >= goal.patience
+    done = max((r["epoch"] for r in rows if r["phase"] == "task"), default=0)
+    return done - best_epoch(rows, metric, goal.least) >= goal.patience
 
 
 def _check_finite(
@@ -409,7 +424,12 @@ def _curves(
     path: Path, rows: Sequence[Mapping[str, Any]], trainer: Trainer, goal: Goal
 ) -> None:
     """Metrics against epochs, as in the paper's figures of convergence."""
-    names = {"train": "while training", "test": "test", "fit": "train, no dropout"}
+    names = {
+        "train": "while training",
+        "validation": "validation",
+        "test": "test",
+        "fit": "train, no dropout",
+    }
     parts = []
     task = [row for row in rows if row["phase"] == "task"]
     for metric in trainer.metrics:

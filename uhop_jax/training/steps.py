@@ -57,6 +57,8 @@ class Task(NamedTuple):
       augment: `augment(batch, key)` changes a batch before training on it.
       train: examples to learn from.
       test: examples to be judged by.
+      validation: examples by which the best checkpoint is chosen; the test split
+        without them.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -65,6 +67,12 @@ class Task(NamedTuple):
     augment: Callable[[Batch, Array], Batch]
     train: Split
     test: Split
+    validation: Split | None = None
+
+    @property
+    def judge(self) -> str:
+        """The split that judges an epoch: `validation` if there is one, or `test`."""
+        return "test" if self.validation is None else "validation"
 
 
 class StageOne(NamedTuple):

@@ -1,8 +1,9 @@
-"""Image classification as a task: data, model, loss and augmentation from a config."""
+"""Image classification: data, model, loss, augmentation and tables of a config."""
 
 import functools
-import math
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +15,21 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
-from uhop_jax import data
+from uhop_jax import data, plotting, records
 from uhop_jax._checks import check_choice, check_count
 from uhop_jax.data import Images
+from uhop_jax.data.pictures import picture_files, read_pictures
 from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import ViH, VisionHopfield
-from uhop_jax.separation import separation_from_name
-from uhop_jax.training.arms import arm_of
-from uhop_jax.training.steps import Batch, Split, Task
+from uhop_jax.training.application import (
+    Application,
+    Rows,
+    parameters_of,
+    with_matched_size,
+)
+from uhop_jax.training.arms import arm_of, separation_options
+from uhop_jax.training.run import Goal
+from uhop_jax.training.steps import Batch, Split, Task, Trainer, TrainState
 
 MODELS = ("vih", "transformer")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -44,6 +52,199 @@ class Cell(NamedTuple):
     def title(self) -> str:
         size = f", {self.size} images" if self.size else ""
         return f"{self.arm}{size}, patch {self.patch}"
+
+
+class Vision(Application):
+    """Studies of `configs/vision.py`: arms, sample sizes and patches."""
+
+    free = (*Application.free, "sizes", "patches", "data.on_device")
+
+    def __init__(self, config: ConfigDict):
+        super().__init__(config)
+        check_count("data.test_limit", config.data.test_limit, 0)
+        if config.train.weight_decay < 0:
+            raise ValueError(
+                "train.weight_decay must be at least 0, got "
+                f"{config.train.weight_decay}"
+            )
+
+    @functools.cached_property
+    def images(self) -> dict[str, Images]:
+        """The train and the test split."""
+        options = self.config.data
+        found = {
+            split: data.labelled_images(
+                options.name, split=split, directory=options.dir or None
+            )
+            for split in ("train", "test")
+        }
+        if options.test_limit:
+            found["test"] = data.subset(found["test"], options.test_limit)
+        return found
+
+    @property
+    def title(self) -> str:
+        name = Path(self.config.data.name).name
+        number = len(self.config.seeds)
+        return f"{name}, {self.config.model.name}, {number} seed{'s' * (number > 1)}"
+
+    def cells(self) -> list[Cell]:
+        config = self.config
+        found = [
+            Cell(arm, int(size), int(patch))
+            for size, patch, arm in itertools.product(
+                config.sizes, config.patches, config.arms
+            )
+        ]
+        if not found:
+            raise ValueError("arms, sizes and patches must each name at least one")
+        return found
+
+    def task(self, cell: Any) -> Task:
+        return task_of(self.config, cell, self.images["train"], self.images["test"])
+
+    def optimizer(self, steps: int) -> optax.GradientTransformation:
+        options = self.config.train
+        rate: Any = options.learning_rate
+        if options.cosine:
+            rate = optax.cosine_decay_schedule(rate, options.epochs * steps)
+        if options.weight_decay:
+            return optax.adamw(rate, weight_decay=options.weight_decay)
+        return optax.adam(rate)
+
+    def goal(self) -> Goal:
+        options = self.config.train
+        return Goal(
+            options.epochs,
+            "accuracy",
+            patience=options.patience or None,
+            test_train=options.test_train,
+        )
+
+    def summary(
+        self, cell: Any, trainer: Trainer, history: Rows, directory: Path
+    ) -> Rows:
+        del directory
+        config = self.config
+        part = "fit" if config.train.test_train else "train"
+        count = parameters_of(trainer.task.build)
+        rows = []
+        ours = [row for row in history if row["phase"] == "task"]
+        for (seed,), epochs in records.grouped(ours, ("seed",)).items():
+            rows.append(
+                {
+                    "data": config.data.name,
+                    "model": config.model.name,
+                    **cell._asdict(),
+                    "seed": seed,
+                    "parameters": count,
+                    "max_train_accuracy": max(r[f"{part}_accuracy"] for r in epochs),
+                    "test_accuracy": epochs[-1]["test_accuracy"],
+                    "best_test_accuracy": max(r["test_accuracy"] for r in epochs),
+                    "test_loss": epochs[-1]["test_loss"],
+                    "separation": epochs[-1]["separation"],
+                }
+            )
+        return rows
+
+    def report(self, rows: Rows) -> str:
+        """One line for each run: what the paper's table shows, and the parameters."""
+        several = {
+            name: len({row[name] for row in rows}) > 1 for name in ("size", "patch")
+        }
+        extra = [name for name, wanted in several.items() if wanted]
+        lines = [["arm", *extra, "parameters", "max train acc. %", "test acc. %"]]
+        for (arm, *_), ours in records.grouped(rows, ("arm", "size", "patch")).items():
+            line = [arm, *(str(ours[0][name] or "all") for name in extra)]
+            line.append(f"{ours[0]['parameters']:,}")
+            for name in ("max_train_accuracy", "test_accuracy"):
+                line.append(records.mean_and_spread([100 * row[name] for row in ours]))
+            lines.append(line)
+        return records.aligned(lines)
+
+    def panels(
+        self, histories: Mapping[Any, Rows], rows: Rows
+    ) -> Sequence[plotting.Panel]:
+        """Accuracy against sample size if there are several, else curves by arm."""
+        parts, cells = [], list(histories)
+        patches = list(dict.fromkeys(cell.patch for cell in cells))
+        if len({cell.size for cell in cells}) > 1:
+            full = max(row["size"] for row in rows) * 2
+            for patch, (key, name) in itertools.product(
+                patches,
+                (
+                    ("max_train_accuracy", "maximum training accuracy"),
+                    ("test_accuracy", "test accuracy"),
+                ),
+            ):
+                ours = [
+                    dict(r, size=r["size"] or full) for r in rows if r["patch"] == patch
+                ]
+                parts.append(
+                    plotting.Panel(
+                        f"patch {patch}",
+                        records.curves(ours, "size", key, "arm"),
+                        f"training images ({full}: all)",
+                        name,
+                        xscale="log",
+                    )
+                )
+            return parts
+        for patch in patches:
+            for key, name in (
+                ("train_accuracy", "training accuracy"),
+                ("test_accuracy", "test accuracy"),
+                ("train_loss", "training loss"),
+                ("test_loss", "test loss"),
+            ):
+                long = [
+                    dict(row, arm=cell.arm)
+                    for cell in cells
+                    if cell.patch == patch
+                    for row in histories[cell]
+                    if row["phase"] == "task"
+                ]
+                curves = records.curves(long, "epoch", key, "arm")
+                parts.append(plotting.Panel(f"patch {patch}", curves, "epoch", name))
+        return parts
+
+    def predict(
+        self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        """Writes `predictions.csv`: class and probability of each image."""
+        del cell
+        path, train = Path(self.config.predict), self.images["train"]
+        if not path.exists():
+            raise ValueError(f"predict: no such image or folder: {path}")
+        files = picture_files(path) if path.is_dir() else [path]
+        pictures, shape = read_pictures(files), train.raw.shape[1:]
+        if pictures.shape[1:] != shape:
+            raise ValueError(
+                f"predict: the model takes images of {shape[1]} x {shape[0]} with "
+                f"{shape[2]} channels, {path} has {pictures.shape[2]} x "
+                f"{pictures.shape[1]} with {pictures.shape[3]}"
+            )
+        pictures = np.round(pictures * (train.top / 255)).astype(np.uint8)
+        rows = []
+        for first in range(0, len(files), trainer.batch_size):
+            part = jnp.asarray(pictures[first : first + trainer.batch_size])
+            logits = np.asarray(
+                trainer.outputs(state, (scaled(part, train.top),)), np.float64
+            )
+            odds = np.exp(logits - logits.max(-1, keepdims=True))
+            odds /= odds.sum(-1, keepdims=True)
+            for file, chances in zip(files[first:], odds, strict=False):
+                label = int(chances.argmax())
+                name = train.classes[label] if train.classes else str(label)
+                rows.append(
+                    {"image": file.name, "class": name, "probability": chances.max()}
+                )
+        records.write_csv(directory / "predictions.csv", rows)
+        lines = [
+            f"{row['image']}: {row['class']} ({100 * row['probability']:.0f} %)"
+            for row in rows[:20]
+        ]
+        return "\n".join([f"written to {directory / 'predictions.csv'}", *lines])
 
 
 def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task:
@@ -110,9 +311,7 @@ def model_of(
     check_choice("model.name", name, MODELS)
     check_choice("model.dtype", options["dtype"], DTYPES)
     dtype = jnp.dtype(options.pop("dtype"))
-    alpha = options.pop("alpha")
-    parameters = {"alpha": alpha} if arm.separation == "entmax" else {}
-    options["separation"] = separation_from_name(arm.separation, **parameters)
+    options |= separation_options(arm, options.pop("alpha"))
     options["beta"] = options["beta"] or None
     start = options.pop("kernel_start")
     options |= {"values": "direct" if arm.reference else "keys", "patch": cell.patch}
@@ -141,20 +340,13 @@ def model_of(
             **options | {"size": size},
         )
 
-    size = options["size"]
-    if arm.matched:
-        wanted = parameters_of(functools.partial(with_size, size, True))
-        while parameters_of(functools.partial(with_size, size, False)) < wanted:
-            size += options["num_heads"]
-    build = functools.partial(with_size, size, arm.kernel)
-    parameters_of(build)  # speaks up early where options do not fit
-    return build
-
-
-def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:
-    """Number of parameters of a model, which is not built for it."""
-    model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model)))
+    return with_matched_size(
+        with_size,
+        options["size"],
+        options["num_heads"],
+        matched=arm.matched,
+        kernel=arm.kernel,
+    )
 
 
 def scaled(

@@ -1,0 +1,111 @@
+"""Forecasting with STanHop-Net, with and without U-Hop: section 4.2, appendix F.
+
+    python train.py --config=configs/time_series.py:VARIANT --config.KEY=VALUE
+
+| variant | question | cost on 2 cores |
+|---|---|---|
+| `demo` | does it run? a simulated house, U-Hop, no download | 2 minutes |
+| `etth1`, `ettm1`, `wth` | one set, `--config.horizon=96`, 192, 336, 720 | hours |
+| `table` | the paper's table: sets, horizons, arms and seeds | use an accelerator |
+| `csv` | your own file, `--config.data.name=FILE.csv` | as its size |
+
+Arms are named in `uhop_jax/training/arms.py`: `GSH` is STanHop-Net as published, `GSH +
+U-Hop` learns kernels in it; `MHM` and `Sparse MHM` are its dense and sparse ablations.
+Several data sets (with commas between), horizons, arms or seeds make a study: one run
+in a directory each, one table beside the paper's numbers, one figure; what is finished
+is kept. Every table has the forecasts that need no training.
+"""
+
+import ml_collections
+
+VARIANTS = ("demo", "etth1", "ettm1", "wth", "table", "csv")
+ARMS = ("GSH", "GSH + U-Hop", "GSH + untrained kernel", "GSH + kernel by task")
+
+
+def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
+    """The config of a variant.
+
+    Raises:
+      ValueError: if the variant is unknown.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(
+            f"unknown variant {variant!r}; choose one of {', '.join(VARIANTS)}"
+        )
+    config = ml_collections.ConfigDict()
+    config.variant = variant
+    config.task = "forecasting"
+    config.seeds = (0,)  # a run each
+    config.arms = ARMS
+    config.horizon = (96,)  # steps of the forecast, one or several
+    config.window = 168  # steps of the input
+
+    config.data = ml_collections.ConfigDict()
+    config.data.name = variant
+    config.data.dir = ""  # of the known sets; "" is pooch's own place
+    config.data.split = ()  # fractions for training, validation, test; () is the usual
+    config.data.columns = ()  # of a csv; () is all
+    config.data.date_format = ""  # of a csv, as of strptime; "" finds out
+    config.data.missing = "error"  # or "interpolate"
+    config.data.gaps = "error"  # or "fill"
+    config.data.duplicates = "error"  # or "first", "mean"
+    config.data.unsorted = "error"  # or "sort"
+    config.data.constant = "error"  # or "keep", "drop"
+
+    config.model = ml_collections.ConfigDict()
+    config.model.segment = 12  # steps of a token
+    config.model.scales = 0  # of the encoder; 0 is the paper's, 2 from horizon 336 on
+    config.model.merge = 2  # segments that a further scale makes one of
+    config.model.size = 256  # of tokens
+    config.model.mlp_size = 512
+    config.model.num_heads = 4
+    config.model.pooled = 10  # patterns through which series see one another
+    config.model.pool_queries = "position"  # or "shared"
+    config.model.dropout = 0.1
+    config.model.alpha = 1.5  # of the arms with entmax
+    # Raw start of the alpha = 1 + sigmoid(raw) of GSH; None draws it from N(0, 1).
+    config.model.alpha_start = ml_collections.config_dict.placeholder(float)
+    config.model.alpha_per_head = False
+    config.model.preset = "paper"  # or "released", with the release's oddities
+    config.model.residual_mean = False
+    config.model.dtype = "float32"  # of the computation; parameters are float32
+    config.model.kernel_start = "identity"  # or "random"
+
+    config.train = ml_collections.ConfigDict()
+    config.train.loss = "mae"  # or "mse"
+    config.train.epochs = 50
+    config.train.patience = 25  # epochs without a lower validation loss; 0 is no limit
+    config.train.batch_size = 16
+    config.train.learning_rate = 1e-4
+    config.train.schedule = "type1"  # or "type2", "constant"
+    config.train.clip = 5.0  # of the global norm of the gradient
+    config.train.checkpoint_seconds = 60.0
+
+    config.stage_one = ml_collections.ConfigDict()
+    config.stage_one.steps = 1  # N_i
+    config.stage_one.epochs = 1  # of the arms with warm-up
+    config.stage_one.batch_size = 16  # B_1
+    config.stage_one.rate = 0.1
+    config.stage_one.loss = "average"  # or "maximum", "deep"
+    config.stage_one.t = 2.0
+
+    config.eval_only = False  # judge the best checkpoint
+    config.predict = ""  # a csv, to be continued by the best checkpoint
+    config.distributed = False  # several hosts, by jax.distributed
+
+    match variant:
+        case "demo":
+            config.arms = ("GSH + U-Hop",)
+            config.horizon = (24,)
+            config.window = 96
+            config.model.size = 64
+            config.model.mlp_size = 128
+            config.train.epochs = 8
+            config.train.learning_rate = 1e-3
+        case "table":
+            config.data.name = "etth1,ettm1,wth"
+            config.seeds = (0, 1, 2)
+            config.horizon = (96, 192, 336, 720)
+        case "csv":
+            config.data.name = ""
+    return config

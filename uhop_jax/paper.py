@@ -1,0 +1,30 @@
+"""Numbers that the paper states, for tables to print beside ours."""
+
+from typing import NamedTuple
+
+
+class Forecast(NamedTuple):
+    """A row of "STanHop: Multivariate Time Series Predictions" [app:ts].
+
+    Errors of standardised values, each `(MSE, MAE)`.
+    """
+
+    plain: tuple[float, float]
+    uhop: tuple[float, float]
+
+
+#: By data set and horizon.
+FORECASTS = {
+    ("etth1", 96): Forecast((0.395, 0.402), (0.392, 0.400)),
+    ("etth1", 192): Forecast((0.425, 0.432), (0.420, 0.428)),
+    ("etth1", 336): Forecast((0.495, 0.487), (0.470, 0.473)),
+    ("etth1", 720): Forecast((0.631, 0.600), (0.572, 0.559)),
+    ("ettm1", 96): Forecast((0.334, 0.366), (0.333, 0.365)),
+    ("ettm1", 192): Forecast((0.351, 0.380), (0.355, 0.385)),
+    ("ettm1", 336): Forecast((0.391, 0.393), (0.392, 0.399)),
+    ("ettm1", 720): Forecast((0.436, 0.431), (0.435, 0.423)),
+    ("wth", 96): Forecast((0.494, 0.505), (0.483, 0.498)),
+    ("wth", 192): Forecast((0.513, 0.526), (0.528, 0.536)),
+    ("wth", 336): Forecast((0.523, 0.539), (0.523, 0.539)),
+    ("wth", 720): Forecast((0.601, 0.609), (0.603, 0.589)),
+}

@@ -1,0 +1,165 @@
+"""What a kind of task, such as image classification, brings to a study."""
+
+import abc
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from uhop_jax import plotting
+from uhop_jax._checks import check_count, check_positive
+from uhop_jax.training.arms import arm_of
+from uhop_jax.training.run import Goal
+from uhop_jax.training.steps import StageOne, Task, Trainer, TrainState
+
+Rows = list[dict[str, Any]]
+
+
+class Cell(Protocol):
+    """One model of a study: a named tuple, whose fields are columns of the results."""
+
+    arm: Any
+
+    @property
+    def title(self) -> str:
+        """For people, and for the name of a directory."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+class Application(abc.ABC):
+    """A kind of task, with the config of a study of it.
+
+    Args:
+      config: as `configs/` makes it, with `seeds`, `arms`, `train` and `stage_one`.
+
+    Raises:
+      ValueError: if a value is out of range.
+    """
+
+    #: Keys of the config that change no result, and may differ when a run goes on.
+    free: tuple[str, ...] = (
+        "arms",
+        "eval_only",
+        "predict",
+        "distributed",
+        "data.dir",
+        "train.checkpoint_seconds",
+    )
+
+    def __init__(self, config: ConfigDict):
+        self.config = config
+        if not config.seeds:
+            raise ValueError("seeds must name at least one seed")
+        for seed in config.seeds:
+            check_count("seeds", seed, 0)
+        for arm in config.arms:
+            arm_of(arm)
+        check_count("train.epochs", config.train.epochs, 1)
+        check_count("train.batch_size", config.train.batch_size, 1)
+        check_count("train.patience", config.train.patience, 0)
+        check_positive("train.learning_rate", config.train.learning_rate)
+
+    def trainer(self, cell: Cell) -> Trainer:
+        """The trainer of a cell."""
+        arm, task = arm_of(cell.arm), self.task(cell)
+        batch = min(self.config.train.batch_size, task.train.size)
+        return Trainer(
+            task,
+            self.optimizer(task.train.size // batch),
+            StageOne(
+                schedule=arm.schedule, by_task=arm.by_task, **self.config.stage_one
+            ),
+            batch_size=batch,
+            seeds=self.seeds(cell),
+        )
+
+    def seeds(self, cell: Cell) -> tuple[int, ...]:
+        """What is trained side by side in a cell."""
+        del cell
+        return tuple(self.config.seeds)
+
+    @property
+    @abc.abstractmethod
+    def title(self) -> str:
+        """Of the study, for table and figure."""
+
+    @abc.abstractmethod
+    def cells(self) -> Sequence[Any]:
+        """What is trained, in order."""
+
+    @abc.abstractmethod
+    def task(self, cell: Cell) -> Task:
+        """Data, model and loss of a cell."""
+
+    @abc.abstractmethod
+    def optimizer(self, steps: int) -> optax.GradientTransformation:
+        """Of the task; an epoch has so many steps."""
+
+    @abc.abstractmethod
+    def goal(self) -> Goal:
+        """When a run ends, and what is best."""
+
+    @abc.abstractmethod
+    def summary(
+        self, cell: Cell, trainer: Trainer, history: Rows, directory: Path
+    ) -> Rows:
+        """Records of a finished run; may write further files into its directory."""
+
+    @abc.abstractmethod
+    def report(self, rows: Rows) -> str:
+        """Text table of all records."""
+
+    @abc.abstractmethod
+    def panels(
+        self, histories: Mapping[Cell, Rows], rows: Rows
+    ) -> Sequence[plotting.Panel]:
+        """Panels that compare the runs of a study."""
+
+    @abc.abstractmethod
+    def predict(
+        self, cell: Cell, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        """Applies a model to `config.predict`; returns what it has to say."""
+
+    def untrained(self) -> Rows:
+        """Records of what needs no training."""
+        return []
+
+
+def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:
+    """Number of parameters of a model, which is not built for it."""
+    model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def with_matched_size(
+    build: Callable[[int, bool, nnx.Rngs], nnx.Module],
+    size: int,
+    step: int,
+    *,
+    matched: bool,
+    kernel: bool,
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    """What builds the model of an arm.
+
+    Args:
+      build: `build(size, kernel, rngs)`.
+      size: of tokens.
+      step: by which sizes may differ.
+      matched: without a kernel, the first size that gives as many parameters as with.
+      kernel: whether layers have one.
+    """
+    model = functools.partial(build, size, kernel)
+    if matched:
+        wanted = parameters_of(functools.partial(build, size, True))
+        while parameters_of(model) < wanted:
+            size += step
+            model = functools.partial(build, size, False)
+    parameters_of(model)  # speaks up early where options do not fit
+    return model

@@ -1,0 +1,410 @@
+"""Forecasting: series, STanHop-Net and its recipe from a config, tables and figures."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array
+from ml_collections import ConfigDict
+
+from uhop_jax import data, paper, plotting, records
+from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax.layers import LinearFeatures
+from uhop_jax.models import STanHop, baselines
+from uhop_jax.training.application import (
+    Application,
+    Rows,
+    parameters_of,
+    with_matched_size,
+)
+from uhop_jax.training.arms import arm_of, separation_options
+from uhop_jax.training.run import Data, Goal, best_epoch, best_state
+from uhop_jax.training.steps import Batch, Split, Task, Trainer, TrainState
+
+LOSSES = ("mae", "mse")
+# Epochs after which the learning rate is halved.
+SCHEDULES = {
+    "type1": (2, 4, 6, 8, 10),
+    "type2": (5, 10, 15, 20, 25),
+    "constant": (),
+}
+TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
+SHOWN = 3  # series, and windows of each, in the figure of forecasts
+
+
+class Cell(NamedTuple):
+    """One model of a study.
+
+    Attributes:
+      data: name or path of the series.
+      horizon: steps of the forecast.
+      arm: name in `ARMS`.
+      seed: of start values, order and dropout.
+    """
+
+    data: str
+    horizon: int
+    arm: str
+    seed: int
+
+    @property
+    def title(self) -> str:
+        name = Path(self.data).name
+        return f"{name}, horizon {self.horizon}, {self.arm}, seed {self.seed}"
+
+
+class Forecasting(Application):
+    """Studies of `configs/time_series.py`: data sets, horizons, arms and seeds.
+
+    Each seed is a run of its own, with its own best epoch.
+    """
+
+    free = (*Application.free, "horizon", "seeds", "data.name")
+
+    def __init__(self, config: ConfigDict):
+        super().__init__(config)
+        check_choice("train.loss", config.train.loss, LOSSES)
+        check_choice("train.schedule", config.train.schedule, SCHEDULES)
+        check_positive("train.clip", config.train.clip)
+        check_count("window", config.window, 1)
+        for horizon in config.horizon:
+            check_count("horizon", horizon, 1)
+        for arm in config.arms:
+            if arm_of(arm).reference:
+                raise ValueError(
+                    f"arm {arm!r} is of the authors' image code; they have released "
+                    "none for series"
+                )
+
+    @property
+    def title(self) -> str:
+        names = ", ".join(Path(name).name for name in self._names())
+        return f"{names}, window {self.config.window}"
+
+    def _names(self) -> list[str]:
+        names = [name.strip() for name in self.config.data.name.split(",")]
+        return [name for name in names if name]
+
+    def cells(self) -> list[Cell]:
+        config = self.config
+        found = [
+            Cell(name, int(horizon), arm, int(seed))
+            for name, horizon, seed, arm in itertools.product(
+                self._names(), config.horizon, config.seeds, config.arms
+            )
+        ]
+        if not found:
+            raise ValueError("data.name, horizon and arms must each name at least one")
+        return found
+
+    def seeds(self, cell: Any) -> tuple[int, ...]:
+        return (cell.seed,)
+
+    def series(self, name: str, **changes: Any) -> data.Series:
+        """The series of that name, read by the options of `config.data`."""
+        options = dict(self.config.data) | changes
+        for own in ("name", "split"):
+            del options[own]
+        directory = options.pop("dir") or None
+        options["columns"] = tuple(options["columns"])
+        return data.series(name, directory=directory, **options)
+
+    @functools.cached_property
+    def _loaded(self) -> Callable[[str, int], tuple[data.Series, data.Splits]]:
+        series = functools.cache(self.series)
+
+        @functools.cache
+        def load(name: str, horizon: int) -> tuple[data.Series, data.Splits]:
+            found = series(name)
+            split = tuple(self.config.data.split) or name
+            where = data.borders(split, len(found.values))
+            in_len = self.config.window
+            splits = data.splits(found.values, where, in_len=in_len, out_len=horizon)
+            return found, splits
+
+        return load
+
+    def task(self, cell: Any) -> Task:
+        series, splits = self._loaded(cell.data, cell.horizon)
+        kind = self.config.train.loss
+
+        def inputs(batch: Batch) -> tuple:
+            return (batch["inputs"],)
+
+        def score(model: Any, batch: Batch, key: Array | None) -> dict[str, Array]:
+            forecast = model(*inputs(batch), key=key).astype(jnp.float32)
+            error = forecast - batch["targets"]
+            found = {
+                "mse": jnp.square(error).mean((-2, -1)),
+                "mae": jnp.abs(error).mean((-2, -1)),
+            }
+            return {"loss": found[kind]} | found
+
+        def unchanged(batch: Batch, key: Array) -> Batch:
+            del key
+            return batch
+
+        build = model_of(self.config, cell, len(series.names))
+        train, validation, test = map(_split_of, splits[:3])
+        return Task(build, score, inputs, unchanged, train, test, validation)
+
+    def optimizer(self, steps: int) -> optax.GradientTransformation:
+        options = self.config.train
+        halved = {epoch * steps: 0.5 for epoch in SCHEDULES[options.schedule]}
+        rate = optax.piecewise_constant_schedule(options.learning_rate, halved)
+        return optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate))
+
+    def goal(self) -> Goal:
+        options = self.config.train
+        return Goal(options.epochs, "loss", True, options.patience or None)
+
+    def untrained(self) -> Rows:
+        rows = []
+        for name, horizon in itertools.product(self._names(), self.config.horizon):
+            series, splits = self._loaded(name, horizon)
+            forecasts = baselines.baselines(splits.train, period=series.period)
+            for found in baselines.evaluate(forecasts, splits.test):
+                row = self._record(Cell(name, horizon, found["method"], 0))
+                row |= {"seed": "", "test_mse": found["mse"], "test_mae": found["mae"]}
+                rows.append(row)
+        return rows
+
+    def summary(
+        self, cell: Any, trainer: Trainer, history: Rows, directory: Path
+    ) -> Rows:
+        ours = [row for row in history if row["phase"] == "task"]
+        best = best_epoch(ours, "validation_loss", True)
+        tested = self._tested(cell, trainer, ours[best - 1]["step"], directory)
+        row = self._record(cell) | {
+            "parameters": parameters_of(trainer.task.build),
+            "epochs": len(ours),
+            "best_epoch": best,
+            "validation_loss": ours[best - 1]["validation_loss"],
+            "test_mse": tested["test_mse"],
+            "test_mae": tested["test_mae"],
+            "separation": ours[-1]["separation"],
+        }
+        return [row]
+
+    def _record(self, cell: Cell) -> dict[str, Any]:
+        row: dict[str, Any] = {**cell._asdict(), "window": self.config.window}
+        empty = ("parameters", "epochs", "best_epoch", "validation_loss")
+        row |= dict.fromkeys((*empty, "test_mse", "test_mae", "separation"), "")
+        stated = paper.FORECASTS.get((cell.data, cell.horizon))
+        pairs = {"GSH": "plain", "GSH + U-Hop": "uhop"}
+        known = stated is not None and cell.arm in pairs
+        numbers = getattr(stated, pairs[cell.arm]) if known else ("", "")
+        return row | dict(zip(("paper_mse", "paper_mae"), numbers, strict=True))
+
+    def _tested(
+        self, cell: Any, trainer: Trainer, step: int, directory: Path
+    ) -> dict[str, Any]:
+        """Errors of the best checkpoint on the test split, kept in `test.csv`."""
+        path = directory / "test.csv"
+        columns = {"step": int, "test_mse": float, "test_mae": float}
+        for row in records.read_rows(path, columns):
+            if row["step"] == step:
+                return row
+        step, state = best_state(trainer, self.goal(), directory)
+        found = Data(trainer).evaluate(state, "test")
+        row = {"step": step} | {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
+        self._figure(cell, trainer, state, directory / "forecasts.png")
+        series, splits = self._loaded(cell.data, cell.horizon)
+        self._export(series, splits.scaler, cell, trainer, state, directory)
+        if jax.process_index() == 0:
+            records.write_csv(path, [row])
+        return row
+
+    def report(self, rows: Rows) -> str:
+        """One line for each data set, horizon and arm, beside what the paper states."""
+        lines = [["data, horizon, arm", "parameters", "seeds", "MSE", "MAE"]]
+        lines[0] += ["paper's MSE", "MAE"]
+        order = list(dict.fromkeys((r["data"], r["horizon"]) for r in rows))
+        rows = sorted(rows, key=lambda r: order.index((r["data"], r["horizon"])))
+        for (name, horizon, arm), ours in records.grouped(
+            rows, ("data", "horizon", "arm")
+        ).items():
+            count = ours[0]["parameters"]
+            line = [f"{Path(name).name}, {horizon}, {arm}"]
+            line += [f"{count:,}" if count else "-", str(len(ours)) if count else "-"]
+            for metric in ("test_mse", "test_mae"):
+                line.append(records.mean_and_spread([row[metric] for row in ours]))
+            line += [str(ours[0][f"paper_{m}"] or "-") for m in LOSSES[::-1]]
+            lines.append(line)
+        return records.aligned(lines)
+
+    def panels(
+        self, histories: Mapping[Any, Rows], rows: Rows
+    ) -> Sequence[plotting.Panel]:
+        """Errors against the horizon if there are several, else curves of each arm."""
+        parts = []
+        for name in self._names():
+            title = Path(name).name
+            ours = [row for row in rows if row["data"] == name]
+            if len(self.config.horizon) > 1:
+                for metric in ("MSE", "MAE"):
+                    curves = records.curves(
+                        ours, "horizon", f"test_{metric.lower()}", "arm"
+                    )
+                    label = f"test {metric} of standardised values"
+                    parts.append(
+                        plotting.Panel(title, curves, "horizon in steps", label)
+                    )
+                continue
+            for part in ("train", "validation"):
+                long = [
+                    dict(row, arm=cell.arm)
+                    for cell, history in histories.items()
+                    if cell.data == name
+                    for row in history
+                    if row["phase"] == "task"
+                ]
+                curves = records.curves(long, "epoch", f"{part}_loss", "arm")
+                label = f"{part} {self.config.train.loss.upper()}"
+                parts.append(plotting.Panel(title, curves, "epoch", label))
+        return parts
+
+    def predict(
+        self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        """Writes `predictions.csv`: what follows the last window of a csv."""
+        series, splits = self._loaded(cell.data, cell.horizon)
+        given = self.series(self.config.predict, constant="keep")
+        if given.names != series.names:
+            raise ValueError(
+                f"predict: the model has the columns {', '.join(series.names)}, "
+                f"{self.config.predict} has {', '.join(given.names)}"
+            )
+        window = self.config.window
+        if len(given.values) < window:
+            raise ValueError(
+                f"predict: a window takes {window} rows, {self.config.predict} has "
+                f"{len(given.values)}"
+            )
+        return self._export(given, splits.scaler, cell, trainer, state, directory)
+
+    def _export(
+        self,
+        series: data.Series,
+        scaler: data.Scaler,
+        cell: Cell,
+        trainer: Trainer,
+        state: TrainState,
+        directory: Path,
+    ) -> str:
+        last = scaler.scaled(series.values[-self.config.window :])
+        inputs = jnp.asarray(last[None], jnp.float32)
+        forecast = scaler.unscaled(np.asarray(trainer.outputs(state, (inputs,))[0]))
+        rows = [
+            {"date": str(date).replace("T", " ")}
+            | dict(zip(series.names, map(float, values), strict=True))
+            for date, values in zip(
+                series.following(cell.horizon), forecast, strict=True
+            )
+        ]
+        path = directory / "predictions.csv"
+        if jax.process_index() == 0:
+            records.write_csv(path, rows)
+        return f"{path}: {rows[0]['date']} to {rows[-1]['date']}"
+
+    def _figure(
+        self, cell: Cell, trainer: Trainer, state: TrainState, path: Path
+    ) -> None:
+        """Forecasts against truth, for a few windows of the test split and series."""
+        series, splits = self._loaded(cell.data, cell.horizon)
+        test, scaler = splits.test, splits.scaler
+        places = np.linspace(0, test.size - 1, SHOWN).astype(int)
+        batch = data.window_batch(
+            jnp.asarray(test.rows), jnp.asarray(places), test.in_len, test.out_len
+        )
+        forecasts = np.asarray(trainer.outputs(state, (batch["inputs"],)))
+        before = min(test.in_len, 2 * test.out_len)
+        columns = range(min(SHOWN, len(series.names)))
+        parts = []
+        for column, (number, place) in itertools.product(columns, enumerate(places)):
+            first = test.start + place + test.in_len
+            truth = series.values[first - before : first + test.out_len, column]
+            ours = scaler.unscaled(forecasts[number])[:, column]
+            curves = {
+                "truth": _curve(range(-before, test.out_len), truth),
+                "forecast": _curve(range(test.out_len), ours),
+            }
+            date = str(series.dates[first]).replace("T", " ")
+            parts.append(
+                plotting.Panel(
+                    f"from {date}",
+                    curves,
+                    f"steps of {_step(series)}",
+                    series.names[column],
+                )
+            )
+        if jax.process_index() == 0:
+            plotting.panels(path, parts, title=cell.title)
+
+
+def model_of(
+    config: ConfigDict, cell: Cell, series: int
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    """What builds the model of a cell.
+
+    Raises:
+      ValueError: if a value is out of range.
+    """
+    arm, options = arm_of(cell.arm), dict(config.model)
+    start = options.pop("kernel_start")
+    separation = separation_options(arm, options.pop("alpha"))["separation"]
+    options["separation"] = None if arm.separation == "learned" else separation
+    options["scales"] = options["scales"] or 1 + (cell.horizon >= TWO_SCALES_FROM)
+    options["dtype"] = jnp.dtype(options["dtype"])
+    size = options.pop("size")
+
+    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
+        def features() -> nnx.Module:
+            return LinearFeatures(
+                size, start=arm.start or start, dtype=options["dtype"], rngs=rngs
+            )
+
+        return STanHop(
+            series,
+            config.window,
+            cell.horizon,
+            size=size,
+            kernel=features if kernel else False,
+            rngs=rngs,
+            **options,
+        )
+
+    heads = options["num_heads"]
+    return with_matched_size(
+        with_size, size, heads, matched=arm.matched, kernel=arm.kernel
+    )
+
+
+def _split_of(windows: data.Windows) -> Split:
+    in_len, out_len = windows.in_len, windows.out_len
+
+    def take(arrays: Mapping[str, Array], index: Array) -> Batch:
+        return data.window_batch(arrays["rows"], index, in_len, out_len)
+
+    return Split({"rows": windows.rows}, windows.size, take, by_row=False)
+
+
+def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:
+    return plotting.Series(list(x), values.tolist(), [0.0] * len(values))
+
+
+def _step(series: data.Series) -> str:
+    """The time between two rows, in words."""
+    seconds = int(series.step / np.timedelta64(1, "s"))
+    for name, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds % length == 0:
+            number = seconds // length
+            return f"{number} {name}" + "s" * (number > 1)
+    return f"{seconds} s"
