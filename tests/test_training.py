@@ -26,7 +26,8 @@ from uhop_jax.training import (
     Trainer,
     train,
 )
-from uhop_jax.training.run import Phase
+from uhop_jax.training.checkpoints import Checkpoints
+from uhop_jax.training.run import Phase, best_epoch
 from uhop_jax.training.vision import Cell, augmented, scaled, task_of
 
 N = 48
@@ -263,6 +264,28 @@ def test_patience_ends_a_run(tmp_path):
     goal = Goal(10, "loss", least=True, patience=2)
     rows = train(trainer, goal, tmp_path, options=Options(progress=False))
     assert [row["epoch"] for row in rows] == [1, 2, 3]
+
+
+def test_the_best_checkpoint_is_kept_and_never_a_nan(tmp_path):
+    losses = [3.0, 1.0, np.nan, 2.0, 5.0]
+    for restarted in (1, 5):  # in one go, and opened anew for each step
+        directory = tmp_path / str(restarted)
+        for step, loss in enumerate(losses, start=1):
+            if step == 1 or restarted > 1:
+                checkpoints = Checkpoints(directory, metric="test_loss", least=True)
+            checkpoints.save(step, {"x": jnp.full(2, step)}, {"test_loss": loss})
+            if step == 5 or restarted > 1:
+                checkpoints.close()
+        checkpoints = Checkpoints(directory, metric="test_loss", least=True)
+        step, state = checkpoints.best({"x": jnp.zeros(2, jnp.int64)})
+        checkpoints.close()
+        assert (step, int(state["x"][0])) == (2, 2)
+        assert sorted(int(p.name) for p in directory.iterdir()) == [2, 4, 5]
+    rows = [
+        {"phase": "task", "epoch": i + 1, "test_loss": x} for i, x in enumerate(losses)
+    ]
+    assert best_epoch(rows, "test_loss", True) == 2
+    assert best_epoch(rows, "test_loss", False) == 5
 
 
 def test_augmentation():

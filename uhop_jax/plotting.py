@@ -72,7 +72,7 @@ def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
             axis.errorbar(
                 series.x,
                 series.mean,
-                yerr=None if part.points else _bars(series, part.yscale),
+                yerr=_bars(series, part.yscale) if np.any(series.spread) else None,
                 label=name,
                 color=_COLORS[number % len(_COLORS)],
                 linestyle="none" if part.points else _DASHES[number % len(_DASHES)],

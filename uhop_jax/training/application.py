@@ -4,7 +4,7 @@ import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import optax
@@ -18,18 +18,9 @@ from uhop_jax.training.run import Goal
 from uhop_jax.training.steps import StageOne, Task, Trainer, TrainState
 
 Rows = list[dict[str, Any]]
-
-
-class Cell(Protocol):
-    """One model of a study: a named tuple, whose fields are columns of the results."""
-
-    arm: Any
-
-    @property
-    def title(self) -> str:
-        """For people, and for the name of a directory."""
-
-    def _asdict(self) -> dict[str, Any]: ...
+# One model of a study: a named tuple with an `arm` and a `title`, which also names its
+# directory; its fields are columns of the results.
+Cell = Any
 
 
 class Application(abc.ABC):

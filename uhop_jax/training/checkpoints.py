@@ -28,6 +28,7 @@ class Checkpoints:
     ):
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every step
         policy: Any = managers.LatestN(KEPT)
+        judged: dict[str, Any] = {}
         if metric is not None:
             worst = math.inf if least else -math.inf
 
@@ -42,12 +43,14 @@ class Checkpoints:
                 keep_checkpoints_without_metrics=False,
             )
             policy = managers.AnyPreservationPolicy([policy, best])
+            # Without these, metrics are not written, and the best is the latest.
+            judged = {"best_fn": value, "best_mode": "min" if least else "max"}
         self.directory, self.metric, self.least = directory, metric, least
         self._manager = ocp.CheckpointManager(
             directory.absolute(),
             item_handlers=ocp.StandardCheckpointHandler(),
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy, enable_async_checkpointing=True
+                preservation_policy=policy, enable_async_checkpointing=True, **judged
             ),
         )
 

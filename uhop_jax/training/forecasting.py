@@ -152,7 +152,7 @@ class Forecasting(Application):
             return batch
 
         build = model_of(self.config, cell, len(series.names))
-        train, validation, test = map(_split_of, splits[:3])
+        train, validation, test = _splits_of(splits)
         return Task(build, score, inputs, unchanged, train, test, validation)
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
@@ -215,9 +215,14 @@ class Forecasting(Application):
         step, state = best_state(trainer, self.goal(), directory)
         found = Data(trainer).evaluate(state, "test")
         row = {"step": step} | {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
-        self._figure(cell, trainer, state, directory / "forecasts.png")
         series, splits = self._loaded(cell.data, cell.horizon)
-        self._export(series, splits.scaler, cell, trainer, state, directory)
+        places = np.linspace(0, splits.test.size - 1, SHOWN).astype(int)
+        rows = splits.test.rows
+        windows = [rows[i : i + self.config.window] for i in places]
+        windows.append(self._last_window(series, splits.scaler))
+        *shown, ahead = self._forecasts(trainer, state, windows, splits.scaler)
+        self._export(directory / "predictions.csv", series, ahead)
+        self._figure(directory / "forecasts.png", cell, places, shown)
         if jax.process_index() == 0:
             records.write_csv(path, [row])
         return row
@@ -288,63 +293,56 @@ class Forecasting(Application):
                 f"predict: a window takes {window} rows, {self.config.predict} has "
                 f"{len(given.values)}"
             )
-        return self._export(given, splits.scaler, cell, trainer, state, directory)
+        windows = [self._last_window(given, splits.scaler)]
+        (ahead,) = self._forecasts(trainer, state, windows, splits.scaler)
+        path = directory / "predictions.csv"
+        self._export(path, given, ahead)
+        return f"{len(ahead)} rows after {_date(given.dates[-1])} written to {path}"
 
-    def _export(
+    def _last_window(self, series: data.Series, scaler: data.Scaler) -> np.ndarray:
+        return scaler.scaled(series.values[-self.config.window :])
+
+    def _forecasts(
         self,
-        series: data.Series,
-        scaler: data.Scaler,
-        cell: Cell,
         trainer: Trainer,
         state: TrainState,
-        directory: Path,
-    ) -> str:
-        last = scaler.scaled(series.values[-self.config.window :])
-        inputs = jnp.asarray(last[None], jnp.float32)
-        forecast = scaler.unscaled(np.asarray(trainer.outputs(state, (inputs,))[0]))
+        windows: Sequence[np.ndarray],
+        scaler: data.Scaler,
+    ) -> Sequence[np.ndarray]:
+        """What follows standardised windows, in the original units."""
+        inputs = jnp.asarray(np.stack(windows), jnp.float32)
+        return list(scaler.unscaled(np.asarray(trainer.outputs(state, (inputs,)))))
+
+    def _export(self, path: Path, series: data.Series, ahead: np.ndarray) -> None:
+        """A csv as that of the series, with the dates that follow its own."""
+        dates = series.following(len(ahead))
         rows = [
-            {"date": str(date).replace("T", " ")}
+            {"date": _date(date)}
             | dict(zip(series.names, map(float, values), strict=True))
-            for date, values in zip(
-                series.following(cell.horizon), forecast, strict=True
-            )
+            for date, values in zip(dates, ahead, strict=True)
         ]
-        path = directory / "predictions.csv"
         if jax.process_index() == 0:
             records.write_csv(path, rows)
-        return f"{path}: {rows[0]['date']} to {rows[-1]['date']}"
 
     def _figure(
-        self, cell: Cell, trainer: Trainer, state: TrainState, path: Path
+        self, path: Path, cell: Cell, places: np.ndarray, forecasts: Sequence
     ) -> None:
-        """Forecasts against truth, for a few windows of the test split and series."""
+        """Forecasts against truth, for some windows of the test split and series."""
         series, splits = self._loaded(cell.data, cell.horizon)
-        test, scaler = splits.test, splits.scaler
-        places = np.linspace(0, test.size - 1, SHOWN).astype(int)
-        batch = data.window_batch(
-            jnp.asarray(test.rows), jnp.asarray(places), test.in_len, test.out_len
-        )
-        forecasts = np.asarray(trainer.outputs(state, (batch["inputs"],)))
-        before = min(test.in_len, 2 * test.out_len)
-        columns = range(min(SHOWN, len(series.names)))
+        before = min(self.config.window, 2 * cell.horizon)
         parts = []
-        for column, (number, place) in itertools.product(columns, enumerate(places)):
-            first = test.start + place + test.in_len
-            truth = series.values[first - before : first + test.out_len, column]
-            ours = scaler.unscaled(forecasts[number])[:, column]
-            curves = {
-                "truth": _curve(range(-before, test.out_len), truth),
-                "forecast": _curve(range(test.out_len), ours),
-            }
-            date = str(series.dates[first]).replace("T", " ")
-            parts.append(
-                plotting.Panel(
-                    f"from {date}",
-                    curves,
-                    f"steps of {_step(series)}",
-                    series.names[column],
-                )
-            )
+        for column in range(min(SHOWN, len(series.names))):
+            for place, forecast in zip(places, forecasts, strict=True):
+                first = splits.test.start + place + self.config.window
+                truth = series.values[first - before : first + cell.horizon, column]
+                curves = {
+                    "truth": _curve(range(-before, cell.horizon), truth),
+                    "forecast": _curve(range(cell.horizon), forecast[:, column]),
+                }
+                title = f"from {_date(series.dates[first])}"
+                steps = f"steps of {_step(series)}"
+                name = series.names[column]
+                parts.append(plotting.Panel(title, curves, steps, name))
         if jax.process_index() == 0:
             plotting.panels(path, parts, title=cell.title)
 
@@ -387,17 +385,28 @@ def model_of(
     )
 
 
-def _split_of(windows: data.Windows) -> Split:
-    in_len, out_len = windows.in_len, windows.out_len
+def _splits_of(splits: data.Splits) -> list[Split]:
+    """Train, validation and test; the last two of one length, for one program."""
+    in_len, out_len = splits.train.in_len, splits.train.out_len
 
     def take(arrays: Mapping[str, Array], index: Array) -> Batch:
         return data.window_batch(arrays["rows"], index, in_len, out_len)
 
-    return Split({"rows": windows.rows}, windows.size, take, by_row=False)
+    length = max(len(splits.validation.rows), len(splits.test.rows))
+    found = [Split({"rows": splits.train.rows}, splits.train.size, take, by_row=False)]
+    for windows in (splits.validation, splits.test):
+        missing = length - len(windows.rows)
+        rows = np.pad(windows.rows, ((0, missing), (0, 0)))
+        found.append(Split({"rows": rows}, windows.size, take, by_row=False))
+    return found
 
 
 def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:
     return plotting.Series(list(x), values.tolist(), [0.0] * len(values))
+
+
+def _date(stamp: np.datetime64) -> str:
+    return str(stamp).replace("T", " ")
 
 
 def _step(series: data.Series) -> str:

@@ -232,7 +232,7 @@ class Data:
         names = self.trainer.metrics
         sums = {name: np.zeros(len(self.trainer.keys)) for name in names}
         for arrays, number in self._blocks(split):
-            found = self.trainer.evaluate(state, arrays, number, part)
+            found = self.trainer.evaluate(state, arrays, number, split.take)
             for name in names:
                 sums[name] += np.asarray(found[name], np.float64)
         return {name: total / split.size for name, total in sums.items()}

@@ -27,6 +27,7 @@ SCHEDULES = ("none", "bilevel", "warmup", "reference")
 INIT, ORDER, STAGE_ONE, TASK = range(4)
 
 Batch = Mapping[str, Array]
+Take = Callable[[Mapping[str, Array], Array], Batch]
 
 
 class Split(NamedTuple):
@@ -42,7 +43,7 @@ class Split(NamedTuple):
 
     arrays: Mapping[str, np.ndarray]
     size: int
-    take: Callable[[Mapping[str, Array], Array], Batch]
+    take: Take
     by_row: bool = True
 
 
@@ -195,11 +196,11 @@ class Trainer:
         """Copies to every device."""
         return jax.device_put(tree, self.replicated)
 
-    def _take(self, split: Split, arrays: Any, index: Array) -> Batch:
+    def _take(self, take: Take, arrays: Any, index: Array) -> Batch:
         """A batch, spread over the devices."""
         spread = NamedSharding(self.mesh, PartitionSpec("batch"))
         index = lax.with_sharding_constraint(index, spread)
-        batch = split.take(arrays, index)
+        batch = take(arrays, index)
         return jax.tree.map(
             lambda x: lax.with_sharding_constraint(x, spread), dict(batch)
         )
@@ -306,10 +307,9 @@ class Trainer:
 
     @functools.partial(jax.jit, static_argnums=(0, 4))
     def evaluate(
-        self, state: TrainState, arrays: Any, number: Array, part: str = "test"
+        self, state: TrainState, arrays: Any, number: Array, take: Take
     ) -> dict[str, Array]:
-        """Sums of the metrics over the first `number` examples of some arrays."""
-        split: Split = getattr(self.task, part)
+        """Sums of the metrics over the first `number` examples that `take` gives."""
         size = self.batch_size
 
         def one(kernels: Any, rest: Any) -> dict[str, Array]:
@@ -319,7 +319,7 @@ class Trainer:
                 index = i * size + jnp.arange(size)
                 valid = index < number
                 index = jnp.minimum(index, number - 1)
-                batch = self._take(split, arrays, index)
+                batch = self._take(take, arrays, index)
                 found = self.task.score(model, batch, None)
                 return {
                     name: total
@@ -382,7 +382,7 @@ class Trainer:
             )
         key = jax.random.fold_in(jax.random.fold_in(key, TASK), number)
         keys = jax.random.split(key)
-        batch = self._take(self.task.train, arrays, rows["task"])
+        batch = self._take(self.task.train.take, arrays, rows["task"])
         batch = self.task.augment(batch, keys[0])
 
         def loss(learned: Any) -> tuple[Array, dict[str, Array]]:
@@ -412,7 +412,7 @@ class Trainer:
         self, state: TrainState, arrays: Any, index: Array, through: bool
     ) -> TrainState:
         """One SGD step on the separation losses of all layers [algo:bi-level]."""
-        batch = self._take(self.task.train, arrays, index)
+        batch = self._take(self.task.train.take, arrays, index)
         inputs = self.task.inputs(batch)
 
         def loss(learned: Any) -> Array:

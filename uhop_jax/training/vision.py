@@ -290,9 +290,7 @@ def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task
 
     def split_of(images: Images) -> Split:
         arrays = {"images": images.raw, "labels": images.labels.astype(np.int32)}
-        return Split(
-            arrays, len(images.raw), lambda x, i: {name: a[i] for name, a in x.items()}
-        )
+        return Split(arrays, len(images.raw), _rows)
 
     build = model_of(config, cell, shape, classes)
     return Task(build, score, inputs, changed, split_of(train), split_of(test))
@@ -347,6 +345,10 @@ def model_of(
         matched=arm.matched,
         kernel=arm.kernel,
     )
+
+
+def _rows(arrays: Mapping[str, Array], index: Array) -> Batch:
+    return {name: array[index] for name, array in arrays.items()}
 
 
 def scaled(
