@@ -254,7 +254,7 @@ class Hopfield(nnx.Module):
 
     def __call__(
         self,
-        state: Float[Array, "*batch L state_size"],
+        state: Float[Array, "*states L state_size"],
         memories: Float[Array, "..."] | None = None,
         values: Float[Array, "..."] | None = None,
         *,
@@ -286,7 +286,7 @@ class Hopfield(nnx.Module):
 
     def associate(
         self,
-        state: Float[Array, "*batch L state_size"],
+        state: Float[Array, "*states L state_size"],
         memories: Float[Array, "..."] | None = None,
         values: Float[Array, "..."] | None = None,
         *,

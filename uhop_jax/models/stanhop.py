@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
@@ -267,7 +268,7 @@ class _Builder:
         options = self.options | options
         heads = options["num_heads"]
         if options["learn_alpha"] and self.alpha_per_head:
-            options["separation"] = Entmax([1.5] * heads)  # type: ignore[arg-type]
+            options["separation"] = Entmax(np.full(heads, 1.5))
         return options | {"project_out": not self.released}
 
     def _finished(self, layer: Any) -> Any:
