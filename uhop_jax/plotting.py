@@ -70,16 +70,19 @@ class Landscape(NamedTuple):
     paths: Float[np.ndarray, "paths states 2"]
 
 
-def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
-    """Saves panels side by side, three to a row; equal labels share their range.
+def panels(
+    path: Path, parts: Sequence[Panel], *, title: str = "", columns: int = 3
+) -> None:
+    """Saves panels side by side; equal labels share their range.
 
     Args:
       path: file to write; its ending gives the format.
       parts: the panels.
       title: line above them.
+      columns: panels in a row, at most.
     """
     figure_class, canvas = _matplotlib()
-    columns = min(len(parts), 3)
+    columns = min(len(parts), columns)
     rows = -(-len(parts) // columns)
     figure = figure_class(
         figsize=(4.6 * columns, 3.9 * rows + 0.3), layout="constrained"
