@@ -108,9 +108,12 @@ def panels(
             )
         axis.set(title=part.title, xlabel=part.xlabel, ylabel=part.ylabel)
         axis.set_xscale(part.xscale)
+        places = np.unique(np.concatenate([s.x for s in part.series.values()]))
+        if part.xscale == "log" and len(places) <= 10:  # few enough to name each
+            axis.set_xticks(places, [f"{x:g}" for x in places], fontsize=8)
+            axis.minorticks_off()
         axis.grid(alpha=0.3, linewidth=0.5)
-        if len(part.series) > 1:
-            axis.legend(fontsize=7)
+        axis.legend(fontsize=7)
     # Last, when all data is there: a limit set earlier would hold for later panels.
     for axis, part in zip(axes, parts, strict=False):
         _scale(axis, part, parts if share else [part])
