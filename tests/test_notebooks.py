@@ -4,6 +4,8 @@ import ast
 import os
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +22,6 @@ FIGURES = {
 
 
 def read(path):
-    nbformat = pytest.importorskip("nbformat")
     return nbformat.read(path, as_version=4)
 
 
@@ -46,10 +47,9 @@ def test_stored_without_outputs_and_definitions(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_a_clean_kernel(path, tmp_path):
-    client = pytest.importorskip("nbclient", reason="needs the extra `test`")
     notebook = read(path)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    runner = client.NotebookClient(
+    runner = nbclient.NotebookClient(
         notebook,
         timeout=300,
         kernel_name="python3",
