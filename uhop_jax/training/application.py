@@ -4,7 +4,7 @@ import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import optax
@@ -20,6 +20,7 @@ from uhop_jax.training.steps import StageOne, Task, Trainer, TrainState
 Rows = list[dict[str, Any]]
 
 
+@runtime_checkable
 class Cell(Protocol):
     """One model of a study: a named tuple, whose fields are columns of the results."""
 
