@@ -1,26 +1,71 @@
-"""The README's own code runs as it is printed."""
+"""The code of the README and of the documentation runs as it is printed."""
 
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 
 import jax
+import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+import uhop_jax
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+NAV = (ROOT / "mkdocs.yml").read_text()
+
+
+def run_blocks(text):
+    """Names that the Python blocks of a page leave, run one after another."""
+    names: dict = {}
+    standard = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with jax.enable_x64(False), standard[0], standard[1]:
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(compile(block, "page", "exec"), names)
+    return names
 
 
 def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys, untyped):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
-    names: dict = {}
-    standard = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-    with jax.enable_x64(False), standard[0], standard[1]:
-        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
-            exec(compile(block, "README.md", "exec"), names)
+    names = run_blocks(README)
     assert names["retrieved"].shape == names["result"].state.shape == (100, 64)
     assert "expected error" in capsys.readouterr().out
     assert names["path"].exists()
 
 
-def test_links_lead_to_files():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (Path(__file__).parent.parent / target).exists(), target
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if "```python" in page.read_text()],
+    ids=lambda page: page.stem,
+)
+def test_python_blocks_of_the_documentation(page, untyped):
+    assert run_blocks(page.read_text())
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda p: p.stem)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r": (\S+\.(?:md|ipynb))$", NAV, re.MULTILINE))
+    pages = [*PAGES, *(ROOT / "docs" / "notebooks").glob("*.ipynb")]
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in pages}
+
+
+def test_every_public_function_and_class_is_in_the_reference():
+    text = "".join(page.read_text() for page in PAGES)
+    documented = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    packages = ["uhop_jax"] + [
+        f"uhop_jax.{found.name}"
+        for found in pkgutil.iter_modules(uhop_jax.__path__)
+        if found.ispkg
+    ]
+    for package in packages:
+        module = importlib.import_module(package)
+        for name in getattr(module, "__all__", ()):
+            home = getattr(getattr(module, name), "__module__", "")
+            assert not home or home in documented, f"{package}.{name} of {home}"

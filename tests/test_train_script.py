@@ -154,8 +154,9 @@ def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
     train_and_evaluate(tiny(**changes), tmp_path)
     rows = records(tmp_path / "results.csv")
     assert [(r["arm"], r["size"]) for r in rows] == [(arms[0], "20"), (arms[0], "40")]
-    with Image.open(tmp_path / "figure.png") as picture:
-        assert min(picture.size) > 300
+    for name in ("figure.png", "curves.png"):  # against size, and against epochs
+        with Image.open(tmp_path / name) as picture:
+            assert min(picture.size) > 300
     inner = tmp_path / "sparse_mhm_with_u_hop_warm_up_20_images_patch_4"
     phases = [row["phase"] for row in records(inner / "metrics.csv")]
     assert phases == ["stage_one", "task"]

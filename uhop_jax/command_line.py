@@ -1,12 +1,80 @@
-"""What `retrieve.py` and other scripts share: flags, clear errors and exit codes."""
+"""What the scripts share: shipped configs, flags, clear errors and exit codes."""
 
+import importlib.util
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
+
+from uhop_jax._checks import check_choice
+
+
+def retrieve() -> None:
+    """The command `uhop-retrieve`, and `retrieve.py`."""
+    from uhop_jax import experiments
+
+    run_script(experiments.run, config="retrieval", workdir="results/retrieval")
+
+
+def train() -> None:
+    """The command `uhop-train`, and `train.py`."""
+    from uhop_jax.training import train_and_evaluate
+
+    run_script(train_and_evaluate, config="vision", workdir="results/vision")
+
+
+def configs() -> dict[str, Path]:
+    """The config files that come with the package, by name.
+
+    They are at the top of a checkout, and inside the package where a wheel put them.
+    """
+    package = Path(__file__).parent
+    places = (package / "configs", package.parent / "configs")
+    directory = next(place for place in places if place.is_dir())
+    return {path.stem: path for path in sorted(directory.glob("[!_]*.py"))}
+
+
+def config_module(name: str) -> ModuleType:
+    """A config file that comes with the package, imported.
+
+    Raises:
+      ValueError: if there is none of that name.
+    """
+    found = configs()
+    check_choice("config", name, found)
+    spec: Any = importlib.util.spec_from_file_location(f"{name}_config", found[name])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_config(
+    name: str, *variant: str, changes: Mapping[str, Any] | None = None
+) -> ConfigDict:
+    """A config as the command line makes it, for Python and notebooks.
+
+    Args:
+      name: of a file of `configs/`, such as `retrieval` or `vision`.
+      *variant: one of its variants; its default if there is none.
+      changes: new values by key, such as `{"data.name": "digits"}`.
+
+    Returns:
+      The locked config.
+
+    Raises:
+      ValueError: if there is no such file, variant or key.
+    """
+    config = config_module(name).get_config(*variant).lock()
+    try:
+        config.update_from_flattened_dict(dict(changes or {}))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"config {name}: {_sentence(error)}") from None
+    return config
 
 
 def run_script(
@@ -20,13 +88,20 @@ def run_script(
 
     Args:
       run: called with the locked config and the working directory.
-      config: default of `--config`, `FILE.py` or `FILE.py:VARIANT`.
+      config: name of the default config; `--config` takes `FILE.py:VARIANT`, and
+        `configs/NAME.py` is the one that comes with the package where there is no such
+        file.
       workdir: default of `--workdir`.
     """
     values = flags.FLAGS
+    shipped = configs()
+    sys.argv = [_found(argument, shipped) for argument in sys.argv]
     try:  # a misspelt key fails here, where the config's own flags are made
         config_flags.DEFINE_config_file(
-            "config", config, "Config, as FILE.py:VARIANT.", lock_config=True
+            "config",
+            str(shipped[config]),
+            "Config, as FILE.py:VARIANT.",
+            lock_config=True,
         )
     except (AttributeError, KeyError) as error:
         _refuse("unknown config key: ", error)
@@ -57,12 +132,26 @@ def run_script(
     app.run(main, flags_parser=parse)
 
 
+def _found(argument: str, shipped: Mapping[str, Path]) -> str:
+    """The argument; a shipped config that is not in `./configs` by its full path."""
+    match = re.fullmatch(r"(-{1,2}config=)?configs/(\w+)\.py(:.*)?", argument)
+    if match is None:
+        return argument
+    flag, name, variant = (part or "" for part in match.groups())
+    if name not in shipped or Path("configs", f"{name}.py").exists():
+        return argument
+    return f"{flag}{shipped[name]}{variant}"
+
+
 def _refuse(prefix: str, error: Exception | str) -> NoReturn:
+    print(f"{Path(sys.argv[0]).name}: {prefix}{_sentence(error)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _sentence(error: Exception | str) -> str:
     message = str(error)
     if "Traceback" in message:  # of an error in the config file itself: its last line
         message = message.strip().splitlines()[-1].partition(": ")[2]
     if message[:1] in ("'", '"') and message[-1:] == message[:1]:  # of a KeyError
         message = message[1:-1].replace("\\n", " ").replace("\\'", "'")
-    message = " ".join(message.split()) or type(error).__name__
-    print(f"{Path(sys.argv[0]).name}: {prefix}{message}", file=sys.stderr)
-    sys.exit(2)
+    return " ".join(message.split()) or type(error).__name__

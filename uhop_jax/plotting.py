@@ -50,16 +50,39 @@ class Panel(NamedTuple):
     points: bool = False
 
 
-def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
-    """Saves panels side by side, three to a row; equal labels share their range.
+class Landscape(NamedTuple):
+    """Energy over a plane, and where states move in it.
+
+    Attributes:
+      title: above the axes.
+      x: places of the columns of `energy`.
+      y: places of its rows.
+      energy: at those places.
+      memories: stored patterns, drawn as crosses.
+      paths: states of each retrieval, drawn as lines that end in a circle.
+    """
+
+    title: str
+    x: Float[np.ndarray, " columns"]
+    y: Float[np.ndarray, " rows"]
+    energy: Float[np.ndarray, "rows columns"]
+    memories: Float[np.ndarray, "M 2"]
+    paths: Float[np.ndarray, "paths states 2"]
+
+
+def panels(
+    path: Path, parts: Sequence[Panel], *, title: str = "", columns: int = 3
+) -> None:
+    """Saves panels side by side; equal labels share their range.
 
     Args:
       path: file to write; its ending gives the format.
       parts: the panels.
       title: line above them.
+      columns: panels in a row, at most.
     """
     figure_class, canvas = _matplotlib()
-    columns = min(len(parts), 3)
+    columns = min(len(parts), columns)
     rows = -(-len(parts) // columns)
     figure = figure_class(
         figsize=(4.6 * columns, 3.9 * rows + 0.3), layout="constrained"
@@ -85,9 +108,12 @@ def panels(path: Path, parts: Sequence[Panel], *, title: str = "") -> None:
             )
         axis.set(title=part.title, xlabel=part.xlabel, ylabel=part.ylabel)
         axis.set_xscale(part.xscale)
+        places = np.unique(np.concatenate([s.x for s in part.series.values()]))
+        if part.xscale == "log" and len(places) <= 10:  # few enough to name each
+            axis.set_xticks(places, [f"{x:g}" for x in places], fontsize=8)
+            axis.minorticks_off()
         axis.grid(alpha=0.3, linewidth=0.5)
-        if len(part.series) > 1:
-            axis.legend(fontsize=7)
+        axis.legend(fontsize=7)
     # Last, when all data is there: a limit set earlier would hold for later panels.
     for axis, part in zip(axes, parts, strict=False):
         _scale(axis, part, parts if share else [part])
@@ -154,6 +180,63 @@ def image_grid(
                 axis.set_xlabel(captions[name][i], fontsize=7, labelpad=2)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=160)
+
+
+def landscapes(path: Path, parts: Sequence[Landscape], *, title: str = "") -> None:
+    """Saves energy landscapes side by side: darker is lower, on a scale of each.
+
+    Args:
+      path: file to write; its ending gives the format.
+      parts: the landscapes.
+      title: line above them.
+    """
+    from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
+
+    figure_class, canvas = _matplotlib()
+    greys = LinearSegmentedColormap.from_list("greys", ["0.3", "1.0"])
+    figure = figure_class(figsize=(4.6 * len(parts), 4.4), layout="constrained")
+    canvas(figure)
+    axes = figure.subplots(1, len(parts), squeeze=False)[0]
+    for axis, part in zip(axes, parts, strict=True):
+        # Levels that cut the plane into parts of one size show valleys of any depth.
+        levels = np.unique(np.quantile(part.energy, np.linspace(0, 1, 21)))
+        norm = BoundaryNorm(levels, greys.N)
+        plane = part.x, part.y, part.energy
+        filled = axis.contourf(*plane, levels, cmap=greys, norm=norm)
+        for states in part.paths:
+            axis.plot(*states.T, color="#d55e00", linewidth=1.2)
+        axis.plot(
+            *part.paths[:, -1].T,
+            color="#d55e00",
+            marker="o",
+            markersize=9,
+            fillstyle="none",
+            markeredgewidth=1.6,
+            linestyle="none",
+            label="where retrieval ends",
+        )
+        axis.plot(
+            *part.memories.T,
+            color="#ffffff",
+            marker="X",
+            markeredgecolor="#000000",
+            markersize=8,
+            linestyle="none",
+            label="memory",
+        )
+        axis.set(title=part.title, xlabel="component 1", ylabel="component 2")
+        axis.set_aspect("equal")
+        figure.colorbar(
+            filled,
+            ax=axis,
+            label="energy",
+            location="bottom",
+            format="%.3f",
+            ticks=levels[::5],
+        )
+    axes[0].legend(fontsize=7, loc="lower left")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
 
 
 def _matplotlib() -> tuple[Any, Any]:

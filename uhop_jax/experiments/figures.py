@@ -11,6 +11,7 @@ from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
 
 ERROR = "error (sum of squared pixel differences)"
+FEW = 7  # methods that one panel can show
 _GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
 _GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}
 
@@ -26,13 +27,18 @@ def grouped(
 
 
 def sweep(rows: Sequence[Mapping[str, Any]]) -> list[plotting.Panel]:
-    """Error against memory size, or against the level of each kind of corruption."""
+    """Error against memory size, or against the level of each kind of corruption.
+
+    Many methods are drawn group by group.
+    """
     rows = records.labelled(rows)
+    few = len({row["label"] for row in rows}) <= FEW
     by_size = len({row["memories"] for row in rows}) > 1
     panels = []
     keys = ("corruption", "level") if by_size else ("corruption",)
     for corruption, ours in records.grouped(rows, keys).items():
-        for group, members in grouped(ours).items():
+        groups = {"all methods": ours} if few else grouped(ours)
+        for group, members in groups.items():
             panels.append(
                 plotting.Panel(
                     f"{group}, {' '.join(map(str, corruption))}",

@@ -184,7 +184,7 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
         return result
 
-    with tqdm(total=len(cells), desc=config.variant, unit="cell") as bar:
+    with tqdm(total=len(cells), desc=config.variant, unit="cell", disable=None) as bar:
         for cell in cells:
             if cell not in finished:
                 found = experiment.cell(study, cell, timed)

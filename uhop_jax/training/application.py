@@ -107,10 +107,10 @@ class Application(abc.ABC):
         """Text table of all records."""
 
     @abc.abstractmethod
-    def panels(
+    def figures(
         self, histories: Mapping[Cell, Rows], rows: Rows
-    ) -> Sequence[plotting.Panel]:
-        """Panels that compare the runs of a study."""
+    ) -> Mapping[str, Sequence[plotting.Panel]]:
+        """Panels that compare the runs of a study, by the file they go to."""
 
     @abc.abstractmethod
     def predict(

@@ -245,9 +245,9 @@ class Forecasting(Application):
             lines.append(line)
         return records.aligned(lines)
 
-    def panels(
+    def figures(
         self, histories: Mapping[Any, Rows], rows: Rows
-    ) -> Sequence[plotting.Panel]:
+    ) -> Mapping[str, Sequence[plotting.Panel]]:
         """Errors against the horizon if there are several, else curves of each arm."""
         parts = []
         for name in self._names():
@@ -274,7 +274,7 @@ class Forecasting(Application):
                 curves = records.curves(long, "epoch", f"{part}_loss", "arm")
                 label = f"{part} {self.config.train.loss.upper()}"
                 parts.append(plotting.Panel(title, curves, "epoch", label))
-        return parts
+        return {"figure.png": parts}
 
     def predict(
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path

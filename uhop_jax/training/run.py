@@ -109,7 +109,7 @@ def train(
         unit="example",
         unit_scale=True,
         desc=workdir.name,
-        disable=not (options.progress and chief),
+        disable=None if options.progress and chief else True,  # None: a terminal only
     )
     try:
         with _signals() as stopped:

@@ -28,7 +28,8 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
     Each is a run with its own directory (`workdir` itself if there is but one): config,
     `metrics.csv`, `curves.png`, TensorBoard events, checkpoints. A run that is finished
     is not repeated, one that was interrupted goes on. `workdir` gets `results.csv` over
-    all of them, and `figure.png` if there are several.
+    all of them; `figure.png` if there are several, and `curves.png` if images are
+    classified and their number varies.
 
     Raises:
       ValueError: if the config cannot be run, or `workdir` holds another run.
@@ -66,8 +67,10 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
             print(f"{cell.title}: {time.monotonic() - began:.0f} s", flush=True)
     if chief:
         if len(cells) > 1:
-            parts = study.panels(histories, rows)
-            plotting.panels(workdir / "figure.png", parts, title=study.title)
+            spread = " (mean ± standard deviation)" * (len(config.seeds) > 1)
+            for name, parts in study.figures(histories, rows).items():
+                title = study.title + spread
+                plotting.panels(workdir / name, parts, title=title, columns=2)
         print(f"\n{study.title}\n\n{study.report(rows)}\n")
         print(f"written to {workdir}: {', '.join(_files(workdir))}")
 

@@ -162,51 +162,48 @@ class Vision(Application):
             lines.append(line)
         return records.aligned(lines)
 
-    def panels(
+    def figures(
         self, histories: Mapping[Any, Rows], rows: Rows
-    ) -> Sequence[plotting.Panel]:
-        """Accuracy against sample size if there are several, else curves by arm."""
-        parts, cells = [], list(histories)
-        patches = list(dict.fromkeys(cell.patch for cell in cells))
-        if len({cell.size for cell in cells}) > 1:
-            full = max(row["size"] for row in rows) * 2
-            for patch, (key, name) in itertools.product(
-                patches,
-                (
-                    ("max_train_accuracy", "maximum training accuracy"),
-                    ("test_accuracy", "test accuracy"),
-                ),
-            ):
-                ours = [
-                    dict(r, size=r["size"] or full) for r in rows if r["patch"] == patch
-                ]
-                parts.append(
-                    plotting.Panel(
-                        f"patch {patch}",
-                        records.curves(ours, "size", key, "arm"),
-                        f"training images ({full}: all)",
-                        name,
-                        xscale="log",
-                    )
-                )
-            return parts
-        for patch in patches:
+    ) -> Mapping[str, Sequence[plotting.Panel]]:
+        """Curves by arm; with several sizes also accuracy against sample size."""
+        curves: list[plotting.Panel] = []
+        sizes = list(dict.fromkeys(cell.size for cell in histories))
+        patches = list(dict.fromkeys(cell.patch for cell in histories))
+        for size, patch in itertools.product(sizes, patches):
+            long = [
+                dict(row, arm=cell.arm)
+                for cell, history in histories.items()
+                if (cell.size, cell.patch) == (size, patch)
+                for row in history
+                if row["phase"] == "task"
+            ]
+            title = f"{size or 'all'} images, patch {patch}"
             for key, name in (
                 ("train_accuracy", "training accuracy"),
                 ("test_accuracy", "test accuracy"),
                 ("train_loss", "training loss"),
                 ("test_loss", "test loss"),
             ):
-                long = [
-                    dict(row, arm=cell.arm)
-                    for cell in cells
-                    if cell.patch == patch
-                    for row in histories[cell]
-                    if row["phase"] == "task"
-                ]
-                curves = records.curves(long, "epoch", key, "arm")
-                parts.append(plotting.Panel(f"patch {patch}", curves, "epoch", name))
-        return parts
+                found = records.curves(long, "epoch", key, "arm")
+                curves.append(plotting.Panel(title, found, "epoch", name))
+        if len(sizes) == 1:
+            return {"figure.png": curves}
+        parts = []
+        full = max(row["size"] for row in rows) * 2
+        label = f"training images ({full}: all)" if 0 in sizes else "training images"
+        for patch, (key, name) in itertools.product(
+            patches,
+            (
+                ("max_train_accuracy", "maximum training accuracy"),
+                ("test_accuracy", "test accuracy"),
+            ),
+        ):
+            ours = [
+                dict(r, size=r["size"] or full) for r in rows if r["patch"] == patch
+            ]
+            found = records.curves(ours, "size", key, "arm")
+            parts.append(plotting.Panel(f"patch {patch}", found, label, name, "log"))
+        return {"figure.png": parts, "curves.png": curves}
 
     def predict(
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path

@@ -1,0 +1,67 @@
+"""What a wheel holds, and that it works outside of the repository."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from uhop_jax.command_line import config_module, configs, load_config
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_package_is_in_the_wheel():
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "uhop_jax").glob("**/__init__.py")
+    }
+    tool = PROJECT["tool"]["setuptools"]
+    assert set(tool["packages"]) == found | {"uhop_jax.configs"}
+    assert tool["package-dir"] == {"uhop_jax.configs": "configs"}
+    assert (ROOT / "uhop_jax" / tool["package-data"]["uhop_jax"][0]).exists()
+
+
+def test_every_config_is_found_with_its_variants():
+    assert set(configs()) == {path.stem for path in (ROOT / "configs").glob("*.py")}
+    for name in configs():
+        for variant in config_module(name).VARIANTS:
+            assert load_config(name, variant).variant == variant
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        (("retrieval", "other"), {}, "unknown variant 'other'; choose one of demo"),
+        (("retrievals",), {}, "unknown config 'retrievals'; choose one of retrieval"),
+        (("vision",), {"train.epoch": 2}, 'config vision: .*Did you mean "epochs"'),
+        (("vision",), {"train.epochs": "many"}, "config vision: .*many"),
+    ],
+)
+def test_wrong_configs_are_refused(arguments, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(*arguments, changes=changes)
+
+
+def test_changes_reach_a_config():
+    config = load_config("retrieval", "capacity", changes={"data.name": "digits"})
+    assert config.data.name == "digits" and config.is_locked
+
+
+@pytest.mark.parametrize("script", PROJECT["project"]["scripts"].values())
+def test_commands_find_their_configs_from_anywhere(tmp_path, script):
+    module, name = script.split(":")
+    config = {"retrieve": "retrieval", "train": "vision"}[name]
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {module} import {name}; {name}()"]
+        + [f"--config=configs/{config}.py:other"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "unknown variant 'other'" in done.stderr
