@@ -12,7 +12,12 @@ from pathlib import Path
 
 # Tests compile much and compute little: let XLA spend its time accordingly, and share
 # what is compiled among the workers and the scripts that they run.
-FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+# The old emitters of fusions compile in half the time of the new ones, which scripts and
+# `XLA_FLAGS= pytest` use.
+FAST = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_use_fusion_emitters=false"
+)
 os.environ.setdefault("XLA_FLAGS", FAST)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.mkdtemp(prefix="uhop_jax_")
