@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT, assert_close, config_of
+from conftest import FAST, ROOT, assert_close, config_of
 from flax import nnx
 
 from uhop_jax.data import Images, labelled_images
@@ -230,9 +230,8 @@ np.testing.assert_array_equal(found[0][1]["accuracy"], found[1][1]["accuracy"])
 
 
 def test_eight_devices_equal_one():
-    flags = "--xla_force_host_platform_device_count=8"
     environment = os.environ | {
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": f"{FAST} --xla_force_host_platform_device_count=8",
         "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
     }
     result = subprocess.run(
