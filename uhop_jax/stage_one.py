@@ -333,7 +333,7 @@ def _fit_gram(
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     first = start.memory_features(memories)
     A, G = gram_matrix(first), gram_matrix(memories)
-    identity = jnp.eye(*G.shape, dtype=G.dtype)
+    identity = jnp.eye(G.shape[-1], dtype=G.dtype)
 
     def gram(B: Array) -> tuple[Array, Array]:
         E = identity - product(B, G)
