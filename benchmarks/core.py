@@ -1,29 +1,31 @@
-"""Times the functional core, as ratios within one run.
+"""Times the functional core against what one would use instead.
 
     python benchmarks/core.py [--out DIR] [--rounds N]
 
 Each comparison times its members in turn, round after round, and reports the median
 time of each and the median of the ratios round by round, so that a machine whose speed
-drifts does not decide it. Writes `core.csv` with the environment in its last columns.
+drifts does not decide it. Writes `core.csv`, with the environment in its last columns,
+and a figure. Peers (`pip install 'uhop-jax[bench]'`) take part if they are there.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from timing import compare, main
+from timing import compare, main, peer
 
 import uhop_jax as uhop
 
 
-def separations(rounds: int) -> list[dict[str, Any]]:
-    """Forward and gradient of every separation against softmax; Optax's projection."""
+def separations(
+    rounds: int, shape: tuple[int, int] = (256, 10_000)
+) -> list[dict[str, Any]]:
+    """Every separation against softmax, and the sparse ones against their peers."""
     rng = np.random.default_rng(0)
-    z, g = (jnp.asarray(rng.normal(size=(256, 10_000)), jnp.float32) for _ in range(2))
+    z, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     members = {
         "softmax": uhop.Softmax(),
         "sparsemax": uhop.Sparsemax(),
@@ -34,61 +36,131 @@ def separations(rounds: int) -> list[dict[str, Any]]:
         "top-32": uhop.TopK(32),
     }
     forward = jax.jit(lambda s, z: s(z))
-    backward = jax.jit(lambda s, z, g: jax.vjp(s, z)[1](g)[0])
+    both = jax.jit(lambda s, z, g: (s(z), jax.vjp(s, z)[1](g)[0]))
     rows = compare(
-        "separations, forward, (256, 10000) float32",
+        f"separations, forward, {shape} float32",
         "softmax",
         {name: lambda s=s: forward(s, z) for name, s in members.items()},
         rounds,
     )
     rows += compare(
-        "separations, value and gradient, (256, 10000) float32",
+        f"separations, value and gradient, {shape} float32",
         "softmax",
-        {name: lambda s=s: backward(s, z, g) for name, s in members.items()},
+        {name: lambda s=s: both(s, z, g) for name, s in members.items()},
         rounds,
     )
-    project = jax.jit(jax.vmap(optax.projections.projection_simplex))
-    return rows + compare(
-        "sparsemax, (256, 10000) float32",
-        "uhop_jax",
-        {
-            "uhop_jax": lambda: forward(uhop.Sparsemax(), z),
-            "optax projection_simplex, vmap": lambda: project(z),
-        },
-        max(3, rounds // 5),
-    )
+    few = max(3, rounds // 5)
+    for name in ("sparsemax", "entmax 1.5"):
+        ours, peers = members[name], _separation_peers(name, z, g)
+        for part, (title, call) in enumerate(
+            [
+                ("forward", lambda s=ours: forward(s, z)),
+                ("value and gradient", lambda s=ours: both(s, z, g)),
+            ]
+        ):
+            calls = {"uhop_jax": call}
+            calls |= {theirs: calls[part] for theirs, calls in peers.items()}
+            rows += compare(f"{name}, {title}, {shape} float32", "uhop_jax", calls, few)
+    return rows
 
 
-def stage_one(rounds: int) -> list[dict[str, Any]]:
-    """The Gram path of Stage I against Optax on the weights, 100 steps."""
+def _separation_peers(name: str, z: jax.Array, g: jax.Array) -> dict[str, Any]:
+    """Forward, and forward with gradient, of each peer that has this separation."""
+    peers: dict[str, Any] = {}
+
+    def add(label: str, project: Any) -> None:
+        if project is None:
+            peers[label] = None, None
+            return
+        value = jax.jit(jax.vmap(project))
+
+        @jax.jit
+        def both(z, g):
+            p, pull_back = jax.vjp(jax.vmap(project), z)
+            return p, pull_back(g)[0]
+
+        peers[label] = (lambda: value(z)), (lambda: both(z, g))
+
+    if name == "sparsemax":
+        add("Optax projection_simplex", optax.projections.projection_simplex)
+        projection = peer("jaxopt.projection")
+        add("JAXopt projection_simplex", projection and projection.projection_simplex)
+    torch, entmax = peer("torch"), peer("entmax")
+    if torch is None or entmax is None:
+        return peers | {"PyTorch entmax": (None, None)}
+    function = entmax.sparsemax if name == "sparsemax" else entmax.entmax15
+    fixed, theirs = torch.tensor(np.asarray(z)), torch.tensor(np.asarray(z))
+    slope = torch.tensor(np.asarray(g))
+    theirs.requires_grad_()
+
+    def both() -> Any:
+        theirs.grad = None
+        p = function(theirs, dim=-1)
+        p.backward(slope)
+        return p, theirs.grad
+
+    return peers | {"PyTorch entmax": (lambda: function(fixed, dim=-1), both)}
+
+
+def stage_one(
+    rounds: int,
+    sizes: tuple[tuple[int, int], ...] = ((100, 784), (500, 784), (100, 3072)),
+    steps: int = 100,
+) -> list[dict[str, Any]]:
+    """The Gram path of Stage I against Optax and PyTorch on the weights."""
     rng = np.random.default_rng(0)
     rows = []
-    for count, d in ((100, 784), (500, 784), (100, 3072)):
+    for count, d in sizes:
         memories = jnp.asarray(rng.uniform(size=(count, d)), jnp.float32)
         start = uhop.gaussian_start(jax.random.key(0), d)
         optimizer = optax.sgd(10.0)
         rows += compare(
-            f"Stage I, 100 steps, M = {count}, d = D = {d}, float32",
+            f"Stage I, {steps} steps, M = {count}, d = D = {d}, float32",
             "gram",
             {
                 "gram": lambda m=memories, s=start, d=d: uhop.fit_sgd(
-                    m, rate=10.0 / d, steps=100, start=s, path="gram"
+                    m, rate=10.0 / d, steps=steps, start=s, path="gram"
                 ),
                 "Optax on W": lambda m=memories, s=start, o=optimizer: uhop.fit(
-                    m, optimizer=o, steps=100, start=s
+                    m, optimizer=o, steps=steps, start=s
                 ),
+                "PyTorch loop on W": _torch_stage_one(memories, start.weights, steps),
             },
             max(3, rounds // 5),
         )
     return rows
 
 
-def retrieval(rounds: int) -> list[dict[str, Any]]:
-    """One update against its two matrix products."""
+def _torch_stage_one(memories: jax.Array, weights: jax.Array, steps: int) -> Any:
+    """Algorithm 1 as it is written: PyTorch's SGD on the average loss of `W`."""
+    torch = peer("torch")
+    if torch is None:
+        return None
+    patterns = torch.tensor(np.asarray(memories))
+    first = torch.tensor(np.asarray(weights))
+
+    def run() -> Any:
+        layer = first.clone().requires_grad_()
+        optimizer = torch.optim.SGD([layer], lr=10.0)
+        for _ in range(steps):
+            features = torch.nn.functional.normalize(patterns @ layer.T, dim=-1)
+            loss = torch.pdist(features).square().mul(-2).exp().mean().log()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return layer.detach()
+
+    return run
+
+
+def retrieval(
+    rounds: int, counts: tuple[int, ...] = (100, 1_000, 10_000, 100_000)
+) -> list[dict[str, Any]]:
+    """One update against its two matrix products, and against PyTorch."""
     rng = np.random.default_rng(0)
-    memories = jnp.asarray(rng.normal(size=(10_000, 256)), jnp.float32)
     query = jnp.asarray(rng.normal(size=(256, 256)), jnp.float32)
     products = jax.jit(lambda m, q: (q @ m.T) @ m)
+    torch = peer("torch")
 
     @jax.jit
     def retrieve(m, q, separation, similarity):
@@ -99,26 +171,37 @@ def retrieval(rounds: int) -> list[dict[str, Any]]:
     models = {
         "dot, softmax": (uhop.Softmax(), uhop.Dot()),
         "dot, sparsemax": (uhop.Sparsemax(), uhop.Dot()),
+        "dot, entmax 1.5": (uhop.Entmax(1.5), uhop.Dot()),
         "cosine, softmax": (uhop.Softmax(), uhop.Cosine()),
         "squared l2, softmax": (uhop.Softmax(), uhop.NegativeSquaredL2()),
     }
-    calls: dict[str, Callable[[], Any]] = {
-        "two products": lambda: products(memories, query)
-    }
-    for name, model in models.items():
-        calls[name] = lambda model=model: retrieve(memories, query, *model)
-    title = "retrieval, M = 10000, d = 256, 256 queries, float32"
-    return compare(title, "two products", calls, rounds)
+    rows = []
+    for count in counts:
+        memories = jnp.asarray(rng.normal(size=(count, 256)), jnp.float32)
+        calls: dict[str, Any] = {"two products": lambda m=memories: products(m, query)}
+        for name, model in models.items():
+            calls[name] = lambda model=model, m=memories: retrieve(m, query, *model)
+        calls["PyTorch, dot, softmax"] = None
+        if torch is not None:
+            m, q = (torch.tensor(np.asarray(x)) for x in (memories, query))
+            calls["PyTorch, dot, softmax"] = lambda m=m, q=q: (
+                torch.softmax(q @ m.T, -1) @ m
+            )
+        title = f"retrieval, M = {count}, d = 256, 256 queries, float32"
+        few = rounds if count <= 10_000 else max(3, rounds // 5)
+        rows += compare(title, "two products", calls, few)
+    return rows
 
 
-def calibration(rounds: int) -> list[dict[str, Any]]:
+def calibration(rounds: int, count: int = 500) -> list[dict[str, Any]]:
     """Calibration on 500 digits, with compilation and without."""
     del rounds
     from uhop_jax import data
 
-    memories = data.images("digits").patterns[:500]
+    memories = data.images("digits").patterns[:count]
     rows = []
-    print("\ncalibration, 500 digits, half of the pixels masked")
+    title = f"calibration, {count} digits, half of the pixels masked"
+    print(f"\n{title}")
     for name in ("first call, compiling", "second call"):
         began = time.perf_counter()
         model = uhop.calibrate(jax.random.key(0), memories, uhop.Mask(0.5))
@@ -126,7 +209,7 @@ def calibration(rounds: int) -> list[dict[str, Any]]:
         print(f"  {name:<34}{spent:>10.0f} ms")
         rows.append(
             {
-                "comparison": "calibration, 500 digits",
+                "comparison": title,
                 "name": name,
                 "median_ms": spent,
                 "ratio": "",

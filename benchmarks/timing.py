@@ -1,70 +1,103 @@
-"""What the benchmarks share: fair timing and one table of results."""
+"""What the benchmarks share: fair timing, absent peers, a table and a figure."""
 
 import argparse
 import csv
+import importlib
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+Benchmark = Callable[[int], list[dict[str, Any]]]
+
+
+def peer(name: str) -> Any:
+    """A package of the extra `bench`, or None where it is not installed."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return None
+    if name == "torch":
+        module.set_num_threads(os.cpu_count() or 1)
+    return module
+
 
 def compare(
-    title: str, baseline: str, calls: dict[str, Callable[[], Any]], rounds: int
+    title: str,
+    baseline: str,
+    calls: Mapping[str, Callable[[], Any] | None],
+    rounds: int,
 ) -> list[dict[str, Any]]:
-    """Median milliseconds of each call, and its median ratio to the baseline."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
+    """Median milliseconds of each call, and its median ratio to the baseline.
+
+    A call that is None belongs to a peer that is not installed: its row says so.
+    """
+    present = {name: call for name, call in calls.items() if call is not None}
+    seconds: dict[str, list[float]] = {name: [] for name in present}
+    for call in present.values():  # compiles, and warms up
+        jax.block_until_ready(call())
         jax.block_until_ready(call())
     for _ in range(rounds):
-        for name, call in calls.items():
+        for name, call in present.items():
             began = time.perf_counter()
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - began)
     rows = []
     print(f"\n{title}")
-    for name, times in seconds.items():
-        ratio = float(np.median(np.divide(times, seconds[baseline])))
-        median = 1e3 * float(np.median(times))
-        print(f"  {name:<34}{median:>10.2f} ms {ratio:>9.2f} x {baseline}")
-        rows.append(
-            {
-                "comparison": title,
-                "name": name,
-                "median_ms": median,
-                "ratio": ratio,
-                "baseline": baseline,
-            }
-        )
+    for name in calls:
+        row = {"comparison": title, "name": name, "median_ms": "", "ratio": ""}
+        if name in seconds:
+            ratios = np.divide(seconds[name], seconds[baseline])
+            row["ratio"] = ratio = float(np.median(ratios))
+            row["median_ms"] = median = 1e3 * float(np.median(seconds[name]))
+            print(f"  {name:<34}{median:>10.2f} ms {ratio:>9.2f} x {baseline}")
+        else:
+            print(f"  {name:<34}  not measured: pip install 'uhop-jax[bench]'")
+        rows.append(row | {"baseline": baseline})
     return rows
 
 
-def main(
-    doc: str, name: str, benchmarks: Sequence[Callable[[int], list[dict[str, Any]]]]
-) -> None:
-    """Runs all comparisons of a script and writes `NAME.csv`."""
+def environment() -> dict[str, Any]:
+    """What the times depend on."""
+    torch = peer("torch")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "torch": "" if torch is None else torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
+    """Runs all comparisons of a script; writes `NAME.csv` and a figure of it."""
+    from uhop_jax import plotting
+
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks"))
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()
-    environment = {
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
-    print(", ".join(f"{key} {value}" for key, value in environment.items()))
+    about = environment()
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
     rows = []
     for benchmark in benchmarks:
-        rows += [row | environment for row in benchmark(options.rounds)]
+        rows += [row | about for row in benchmark(options.rounds)]
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{name}.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    print(f"\nwritten: {path}")
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["median_ms"] != "":
+            group = groups.setdefault(row["comparison"], {})
+            group[row["name"]] = row["median_ms"]
+    figure = path.with_suffix(".png")
+    plotting.bars(figure, groups, xlabel="milliseconds", title=f"{about['device']}")
+    print(f"\nwritten: {path}, {figure}")

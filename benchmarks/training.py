@@ -4,11 +4,10 @@
 
 ViH as in the paper's appendix (512 dimensions, batches of 128 CIFAR images, Adam), with
 a patch of 32 pixels (one memory) and of 8 (16 memories). Members are timed in turn,
-round after round; PyTorch (`pip install torch`) takes part if it is there, with as many
-threads as cores. Writes `training.csv`.
+round after round; PyTorch (`pip install 'uhop-jax[bench]'`) takes part if it is
+there, with as many threads as cores. Writes `training.csv` and a figure.
 """
 
-import os
 import time
 import warnings
 from typing import Any
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from timing import compare, main
+from timing import compare, main, peer
 
 from uhop_jax.models import ViH
 from uhop_jax.training import Data, Split, StageOne, Task, Trainer
@@ -83,11 +82,9 @@ def products_of(patch: int) -> Any:
 
 def torch_step(patch: int) -> Any:
     """The same step in plain PyTorch; None without it."""
-    try:
-        import torch
-    except ImportError:
+    torch = peer("torch")
+    if torch is None:
         return None
-    torch.set_num_threads(os.cpu_count() or 1)
     torch.manual_seed(0)
     nn, functional = torch.nn, torch.nn.functional
     memories = (32 // patch) ** 2
@@ -146,9 +143,12 @@ def steps(rounds: int) -> list[dict[str, Any]]:
             box[0] = trainer.advance(box[0], *rest, 0, STEPS, 0)
             return box[0].sums
 
-        calls = {"uhop_jax": step, "its products alone": products_of(patch)}
-        if (theirs := torch_step(patch)) is not None:
-            calls["PyTorch"] = lambda theirs=theirs: [theirs() for _ in range(STEPS)]
+        theirs = torch_step(patch)
+        calls = {
+            "uhop_jax": step,
+            "its products alone": products_of(patch),
+            "PyTorch": theirs and (lambda t=theirs: [t() for _ in range(STEPS)]),
+        }
         title = f"{STEPS} steps of ViH, patch {patch}, batch {BATCH}, float32"
         rows += compare(title, "uhop_jax", calls, rounds)
     return rows

@@ -1,6 +1,7 @@
 """Strict JAX for every test, and what all tests share."""
 
 import atexit
+import json
 import os
 import shutil
 import subprocess
@@ -10,8 +11,12 @@ import time
 from pathlib import Path
 
 # Tests compile much and compute little: let XLA spend its time accordingly, and share
-# what is compiled among the workers and the scripts that they run.
-FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+# what is compiled among the workers and the scripts that they run. Fusions are compiled
+# twice as fast by the old emitters; `XLA_FLAGS= pytest` tests with what users have.
+FAST = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_use_fusion_emitters=false"
+)
 os.environ.setdefault("XLA_FLAGS", FAST)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.mkdtemp(prefix="uhop_jax_")
@@ -68,6 +73,44 @@ def config_module(name):
 def config_of(name, *variant):
     """A config of `configs/`."""
     return config_module(name).get_config(*variant)
+
+
+FORKS = """
+import json, os, runpy, sys
+from uhop_jax import experiments, training
+
+script, *cases = json.loads(sys.argv[1])
+for number, flags in enumerate(cases):
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(f"{number}.txt", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = [script, *flags]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as error:
+            os._exit(error.code or 0)
+        finally:
+            sys.stderr.flush()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def run_script(directory, script, *cases):
+    """Exit code and standard error of a script for each list of flags.
+
+    The processes are forks of one that has imported everything.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, json.dumps([str(ROOT / script), *cases])],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    codes = map(int, done.stdout.split())
+    return [(c, (directory / f"{n}.txt").read_text()) for n, c in enumerate(codes)]
 
 
 @pytest.fixture

@@ -706,6 +706,14 @@ def test_bad_options_are_refused(untyped, method, options, message):
         method(jnp.asarray(GOOD), **options)
 
 
+def test_a_rank_is_refused_before_anything_is_counted(untyped):
+    def corrupt(key, patterns):
+        raise AssertionError("called")
+
+    with pytest.raises(ValueError, match="rank must be at most 65, got 66"):
+        fit_likelihood(KEY, jnp.asarray(GOOD), corrupt, rank=66)
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [

@@ -122,6 +122,14 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, make, dtype):
     assert {part.dtype for part in parts.values()} <= {np.dtype(np.uint8)}
 
 
+def test_digits_that_are_lost_are_announced(tmp_path):
+    path = save(tmp_path / "file", draw(2, 3, dtype=jnp.float64))
+    with jax.enable_x64(False):
+        with pytest.warns(UserWarning, match="holds float64, loaded as float32: set"):
+            loaded = load(path)
+    assert loaded.dtype == jnp.float32
+
+
 def test_every_public_type_can_be_saved(tmp_path):
     dataclasses = {
         name

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import ROOT, config_module, config_of
+from conftest import FAST, ROOT, config_module, config_of, run_script
 from PIL import Image
 
 from uhop_jax.data import labelled_images
@@ -57,8 +57,7 @@ def records(path):
 
 def script(*flags, devices=1, wait=True):
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0"
+        "XLA_FLAGS": f"{FAST} --xla_force_host_platform_device_count={devices}"
     }
     command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
     process = subprocess.Popen(
@@ -335,11 +334,11 @@ def test_a_signal_saves_the_step_at_hand(tmp_path):
     assert last >= int(records(tmp_path / "metrics.csv")[-1]["step"])
 
 
-def test_wrong_command_lines_exit_with_2():
-    code, _, err = script("--config.train.epoch=3")
-    assert code == 2 and 'Did you mean "epochs"' in err
-    code, _, err = script(*FLAGS, "--config.patches=(3,)")
-    assert code == 2 and len(err.strip().splitlines()) == 1
+def test_wrong_command_lines_exit_with_2(tmp_path):
+    cases = ["--config.train.epoch=3"], [*FLAGS, "--config.patches=(3,)"]
+    (one, misspelt), (two, unfit) = run_script(tmp_path, "train.py", *cases)
+    assert one == two == 2 and 'Did you mean "epochs"' in misspelt
+    assert "patch must divide" in unfit and len(unfit.strip().splitlines()) == 1
 
 
 def test_the_table_of_arms_is_whole():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT, assert_close, config_of
+from conftest import FAST, ROOT, assert_close, config_of
 from flax import nnx
 
 from uhop_jax.data import Images, labelled_images
@@ -158,12 +158,14 @@ def test_stage_one_steps_are_sgd_on_the_separation_loss():
     kernels, rest = jax.tree.map(lambda x: x[0], (first.kernels, first.rest))
     pixels = scaled(jnp.asarray(trainer.task.train.arrays["images"]), 16)
 
-    def loss(kernels, index):
+    @jax.jit
+    @jax.grad
+    def slope_of(kernels, index):
         model = nnx.merge(trainer.graphdef, kernels, rest)
         return separation_losses(model, pixels[index], kind="deep", t=2.0).mean()
 
     for index in np.asarray(order["stage"][0, 0]).reshape(3, 8):
-        slope = jax.grad(loss)(kernels, index)
+        slope = slope_of(kernels, index)
         kernels = jax.tree.map(lambda w, g: w - 0.05 * g, kernels, slope)
     arrays = trainer.place(dict(trainer.task.train.arrays))
     after = trainer.advance(trainer.init(), arrays, order, 0, 1, 0)
@@ -230,9 +232,8 @@ np.testing.assert_array_equal(found[0][1]["accuracy"], found[1][1]["accuracy"])
 
 
 def test_eight_devices_equal_one():
-    flags = "--xla_force_host_platform_device_count=8"
     environment = os.environ | {
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": f"{FAST} --xla_force_host_platform_device_count=8",
         "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
     }
     result = subprocess.run(

@@ -54,6 +54,8 @@ def fit_likelihood(
     """
     check_count("copies", copies, 1)
     check_positive("smoothing", smoothing)
+    if rank is not None:
+        check_count("rank", rank, 1, _BINS)
     memories = as_floating(memories, "memories")
     check_memory_set(memories, distinct=False)
     memories = memories.astype(working_dtype(memories))

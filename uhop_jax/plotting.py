@@ -123,6 +123,45 @@ def panels(
     figure.savefig(path, dpi=150)
 
 
+def bars(
+    path: Path,
+    groups: Mapping[str, Mapping[str, float]],
+    *,
+    xlabel: str,
+    title: str = "",
+) -> None:
+    """Saves bars on a logarithmic axis: a panel for each group, two to a row.
+
+    Args:
+      path: file to write; its ending gives the format.
+      groups: positive values by name, by title of their panel.
+      xlabel: quantity and unit.
+      title: line above the panels.
+    """
+    figure_class, canvas = _matplotlib()
+    columns = min(len(groups), 2)
+    rows = -(-len(groups) // columns)
+    longest = max(len(group) for group in groups.values())
+    figure = figure_class(
+        figsize=(7.2 * columns, rows * (0.26 * longest + 1.0)), layout="constrained"
+    )
+    canvas(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis, (name, group) in zip(axes, groups.items(), strict=False):
+        drawn = axis.barh(list(group), list(group.values()), color=_COLORS[1])
+        axis.bar_label(drawn, fmt="%.3g", padding=2, fontsize=7)
+        axis.set_xscale("log")
+        axis.margins(x=0.15)
+        axis.invert_yaxis()
+        axis.set_title(name, fontsize=8)
+        axis.set_xlabel(xlabel, fontsize=8)
+        axis.tick_params(labelsize=7)
+    for axis in axes[len(groups) :]:
+        axis.set_axis_off()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
 def _scale(axis: Any, part: Panel, sharing: Sequence[Panel]) -> None:
     """Scale of the y axis, common to the panels that share it."""
     if part.yscale != "auto":

@@ -13,6 +13,7 @@ came.
 
 import abc
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -330,39 +331,60 @@ class TopK(Separation):
     def _largest(self, z: Array) -> Array:
         """`z` with all but its `k` largest entries at `-inf`."""
         check_count("k", self.k, 1, z.shape[-1])
-        keys = _ordered_integers(lax.stop_gradient(z))
-        threshold = _kth_largest(keys, self.k)
-        above = keys > threshold
-        tied = keys == threshold
-        room = self.k - above.sum(-1, keepdims=True, dtype=jnp.int32)
-        rank = jnp.cumsum(tied, axis=-1, dtype=jnp.int32)
-        return jnp.where(above | (tied & (rank <= room)), z, -jnp.inf)
+        fixed = lax.stop_gradient(z)
+        return jnp.where(
+            _is_among(fixed, _kth_largest(fixed, self.k), self.k), z, -jnp.inf
+        )
 
 
-def _ordered_integers(z: Array) -> Array:
-    """Unsigned integers in the order of the floats."""
+def _kth_largest(z: Array, k: int) -> Array:
+    """The `k`-th largest entry of each row `(..., 1)`."""
+    size = math.isqrt(z.shape[-1] // k)
+    if size > 7:
+        # They lie in the `k` strides with the largest maxima: look there alone.
+        padding = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % size)]
+        z = jnp.pad(z, padding, constant_values=-jnp.inf)
+        z = z.reshape(*z.shape[:-1], size, -1)
+        best = lax.top_k(z.max(-2), k)[1]
+        z = jnp.take_along_axis(z, best[..., None, :], axis=-1)
+        z = z.reshape(*z.shape[:-2], k * size)
+    # Bit by bit from the top, in unsigned integers ordered as the floats are.
     bits = jnp.finfo(z.dtype).bits
     unsigned = jnp.dtype(f"uint{bits}")
-    # -0.0 must equal 0.0; XLA would drop the sum `z + 0.0`.
-    raw = lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), unsigned)
+    raw = lax.bitcast_convert_type(z, unsigned)
     sign = jnp.asarray(1 << (bits - 1), unsigned)
-    return jnp.where(raw >= sign, ~raw, raw | sign)
-
-
-def _kth_largest(keys: Array, k: int) -> Array:
-    """The `k`-th largest key of each row `(..., 1)`, fixed bit by bit from the top."""
-    bits = keys.dtype.itemsize * 8
+    keys = jnp.where(raw >= sign, ~raw, raw | sign)
 
     def body(i, prefix):
-        bit = jnp.left_shift(
-            jnp.ones((), keys.dtype), (bits - 1 - i).astype(keys.dtype)
-        )
+        bit = jnp.left_shift(jnp.ones((), unsigned), (bits - 1 - i).astype(unsigned))
         candidate = prefix | bit
         count = (keys >= candidate).sum(-1, keepdims=True, dtype=jnp.int32)
         return jnp.where(count >= k, candidate, prefix)
 
-    start = jnp.zeros((*keys.shape[:-1], 1), keys.dtype)
-    return lax.fori_loop(0, bits, body, start)
+    key = lax.fori_loop(0, bits, body, jnp.zeros((*keys.shape[:-1], 1), unsigned))
+    return lax.bitcast_convert_type(jnp.where(key >= sign, key ^ sign, ~key), z.dtype)
+
+
+def _is_among(z: Array, threshold: Array, k: int) -> Array:
+    """Which entries are the `k` largest, given the last of them; the first of ties."""
+    index = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
+
+    def count(chosen: Array) -> Array:
+        return chosen.sum(-1, keepdims=True, dtype=jnp.int32)
+
+    room = k - count(z > threshold)
+
+    def halve(ends):
+        low, high = ends
+        middle = (low + high) // 2
+        fits = count((z == threshold) & (index < middle)) <= room
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
+
+    # Mostly there is room for all that equal the threshold, and nothing to halve.
+    high = jnp.full_like(room, z.shape[-1])
+    low = jnp.where(count(z == threshold) <= room, high, 0)
+    end, _ = lax.while_loop(lambda x: jnp.any(x[1] - x[0] > 1), halve, (low, high))
+    return (z > threshold) | ((z == threshold) & (index < end))
 
 
 SEPARATIONS: dict[str, type[Separation]] = {

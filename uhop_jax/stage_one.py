@@ -192,8 +192,8 @@ def fit_sgd(
     M, d = memories.shape[-2:]
     if path == "auto":
         D = start.weights.shape[-2] if _is_dense(start) else d
-        # Three products a step either way: M x M x M against M x d x D.
-        path = "gram" if _center(start) is None and M * M < d * D else "weights"
+        # Four products of M x M x M a step, against two of M x d x D.
+        path = "gram" if _center(start) is None and 2 * M * M < d * D else "weights"
     rates = _rates(rate, steps).astype(memories.dtype) * d
     momentum = jnp.asarray(momentum).astype(memories.dtype)
     if path == "gram":
@@ -323,51 +323,50 @@ def _fit_gram(
     rates: Array,
     momentum: Array,
 ) -> StageOne:
-    r"""Stage I by SGD on `C`, where :math:`W = W_0 - V C \Xi`.
+    r"""Stage I by SGD on `B`, where :math:`W = W_0 (I - \Xi^T B\, \Xi)`.
 
-    `V` has orthonormal columns and :math:`W_0 \Xi^T = V R`. With :math:`G = \Xi
-    \Xi^T`, the features are :math:`V F` with :math:`F = R - C G`, their Gram matrix is
-    :math:`Q = F^T F`, and the gradient in `W` is :math:`V (2 F S) \Xi` with `S` the
-    symmetric part of :math:`dL/dQ`.
+    With :math:`G = \Xi \Xi^T` and `A` the Gram matrix of the first features
+    :math:`\Xi W_0^T`, those of `W` are :math:`E^T \Xi W_0^T` with :math:`E = I - B G`,
+    their Gram matrix is :math:`Q = E^T A E`, and the gradient in `W` is :math:`W_0
+    \Xi^T (2 E S) \Xi` with `S` the symmetric part of :math:`dL/dQ`.
     """
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    G = gram_matrix(memories)
-    V, R = jnp.linalg.qr(start.memory_features(memories).T)
+    first = start.memory_features(memories)
+    A, G = gram_matrix(first), gram_matrix(memories)
+    identity = jnp.eye(G.shape[-1], dtype=G.dtype)
 
-    def features(C: Array) -> Array:
-        return R - product(C, G)
-
-    def objective(F: Array) -> tuple[Array, Array]:
-        Q = product(F.T, F)
-        return loss_of_gram(Q, loss, t), delta_min_of_gram(Q)
+    def gram(B: Array) -> tuple[Array, Array]:
+        E = identity - product(B, G)
+        return E, product(E.T, product(A, E))
 
     def body(carry, inputs):
-        C, velocity, slots = carry
+        B, velocity, slots = carry
         rate, step = inputs
-        slots = _record(slots, order, step, C)
-        F = features(C)
-        Q = product(F.T, F)
+        slots = _record(slots, order, step, B)
+        E, Q = gram(B)
         value, slope = jax.value_and_grad(loss_of_gram)(Q, loss, t)
-        velocity = momentum * velocity + product(F, slope + slope.T)
+        velocity = momentum * velocity + product(E, slope + slope.T)
         history = value, delta_min_of_gram(Q)
-        return (C + rate * velocity, velocity, slots), history
+        return (B + rate * velocity, velocity, slots), history
 
-    zero, order = jnp.zeros_like(R), jnp.sort(marks)
+    zero, order = jnp.zeros_like(G), jnp.sort(marks)
     carry = (zero, zero, jnp.zeros((kept, *zero.shape), zero.dtype))
-    (C, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
-    slots = _record(slots, order, steps, C)[jnp.searchsorted(order, marks)]
+    (B, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
+    slots = _record(slots, order, steps, B)[jnp.searchsorted(order, marks)]
 
-    def kernel(C: Array) -> Fitted:
-        right = product(C, memories)
+    def kernel(B: Array) -> Fitted:
+        right = product(B, memories)
         if isinstance(start, LowRankKernel) and not normalize_rows:
-            left = jnp.concatenate([start.left, -V], axis=1)
+            left = jnp.concatenate([start.left, -first.T], axis=1)
             right = jnp.concatenate([start.right, right], axis=0)
             return LowRankKernel(start.scale, left, right)
-        weights = start.weights - product(V, right)
+        weights = start.weights - product(first.T, right)
         return LinearKernel(_unit_rows(weights) if normalize_rows else weights)
 
     snapshots = lax.map(kernel, slots) if kept else None
-    return _result(kernel(C), snapshots, history, objective(features(C)))
+    Q = gram(B)[1]
+    last = loss_of_gram(Q, loss, t), delta_min_of_gram(Q)
+    return _result(kernel(B), snapshots, history, last)
 
 
 def descend(

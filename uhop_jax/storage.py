@@ -7,6 +7,7 @@ that hold them. Nothing is pickled, and loading builds types of this library alo
 import dataclasses
 import json
 import os
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ def save(path: str | Path, tree: Any) -> Path:
 
 def load(path: str | Path) -> Any:
     """Loads what `save` wrote, bit for bit.
+
+    Without `jax_enable_x64` JAX has no 64-bit arrays: those of a file are rounded to 32
+    bits, with a warning.
 
     Args:
       path: a file that `save` wrote.
@@ -130,7 +134,14 @@ def _build(node: Any, arrays: dict[str, np.ndarray]) -> Any:
     if "array" in node:
         raw = arrays[node["array"]].tobytes()
         array = np.frombuffer(raw, jnp.dtype(node["dtype"])).reshape(node["shape"])
-        return jnp.asarray(array)
+        loaded = jnp.asarray(array)
+        if loaded.dtype != array.dtype:
+            warnings.warn(
+                f"the file holds {array.dtype}, loaded as {loaded.dtype}: set "
+                "jax_enable_x64 to keep every digit",
+                stacklevel=3,
+            )
+        return loaded
     if node["type"] not in _TYPES:
         raise _UnknownTypeError(node["type"])
     fields = {k: _build(v, arrays) for k, v in node["fields"].items()}

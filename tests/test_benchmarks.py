@@ -1,0 +1,53 @@
+"""The benchmarks run: tiny sizes, one round, with the peers that are there."""
+
+import sys
+
+import jax
+import pytest
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+import core
+import layers
+import timing
+
+SMALL = {
+    "separations": (core.separations, {"shape": (4, 50)}),
+    "stage one": (core.stage_one, {"sizes": ((4, 6),), "steps": 2}),
+    "retrieval": (core.retrieval, {"counts": (20,)}),
+    "layers": (layers.layers, {"sizes": ((2, 3, 2, 4),)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_rank_promotion("allow"):
+            yield
+
+
+@pytest.mark.parametrize(("benchmark", "sizes"), SMALL.values(), ids=SMALL)
+def test_every_comparison_measures_its_members(benchmark, sizes, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "peer", lambda name: None)
+    for module in (core, layers):
+        monkeypatch.setattr(module, "peer", timing.peer)
+    rows = benchmark(1, **sizes)
+    printed = capsys.readouterr().out
+    for row in rows:
+        absent = row["median_ms"] == ""
+        assert absent == any(word in row["name"] for word in ("PyTorch", "JAXopt"))
+        assert absent or (row["median_ms"] > 0 and row["ratio"] > 0)
+        assert row["ratio"] == 1 or row["name"] != row["baseline"]
+    assert "not measured: pip install" in printed
+
+
+def test_a_script_writes_its_table_and_figure(tmp_path, monkeypatch):
+    rows = iter([3.0, 6.0])
+    monkeypatch.setattr(sys, "argv", ["x", f"--out={tmp_path}", "--rounds=1"])
+    table = [{"comparison": "c", "name": n, "median_ms": next(rows)} for n in "ab"]
+    table.append({"comparison": "c", "name": "absent", "median_ms": ""})
+    timing.main("Doc.", "some", [lambda rounds: table])
+    lines = (tmp_path / "some.csv").read_text().splitlines()
+    assert lines[0].startswith("comparison,name,median_ms,device,cores,jax")
+    assert [line.split(",")[2] for line in lines[1:]] == ["3.0", "6.0", ""]
+    assert (tmp_path / "some.png").stat().st_size > 5_000
