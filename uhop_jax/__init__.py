@@ -55,6 +55,7 @@ from uhop_jax.stage_one import (
     identity_start,
 )
 from uhop_jax.storage import load, save
+from uhop_jax.streaming import Streamed, retrieve_streamed
 from uhop_jax.uhop_plus import fit_annealed
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "Softmax1",
     "Sparsemax",
     "StageOne",
+    "Streamed",
     "TopK",
     "Trajectory",
     "bounded_alpha",
@@ -98,6 +100,7 @@ __all__ = [
     "load",
     "posterior_mean",
     "retrieve",
+    "retrieve_streamed",
     "save",
     "separation_from_name",
     "separation_loss",
