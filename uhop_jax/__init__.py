@@ -17,6 +17,7 @@ from uhop_jax.kernels import (
 )
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.losses import separation_loss, smallest_separation
+from uhop_jax.memory import Memory
 from uhop_jax.retrieval import (
     Convergence,
     Retrieval,
@@ -70,6 +71,7 @@ __all__ = [
     "LinearKernel",
     "LowRankKernel",
     "Mask",
+    "Memory",
     "NegativeL1",
     "NegativeL2",
     "NegativeSquaredL2",

@@ -531,7 +531,7 @@ def _run_on_device(plan: _Plan, model: _Model, query: Array, stored: _Stored):
         return _run(driver, plan, _Model(model.similarity, separation, beta), query)
 
     found = lax.map(block, jax.tree.map(split, parts))
-    return tuple(x.reshape(-1, *x.shape[2:])[:count] for x in found)
+    return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in found)
 
 
 class _OnDevice:
