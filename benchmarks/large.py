@@ -83,9 +83,7 @@ def large(rounds: int) -> list[dict[str, Any]]:
             "top-32": uhop.TopK(32),
         }
         for beta in (20.0, 100.0):
-            calls: dict[str, Any] = {
-                "two products": lambda: products(query, memories)
-            }
+            calls: dict[str, Any] = {"two products": lambda: products(query, memories)}
             for name, separation in members.items():
                 calls[name] = lambda separation=separation, beta=beta: (
                     uhop.retrieve_streamed(

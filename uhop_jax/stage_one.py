@@ -332,7 +332,7 @@ def _fit_gram(
     """
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     G = gram_matrix(memories)
-    V, R = jnp.linalg.qr(start.memory_features(memories).T)
+    V, R = _orthonormal(start.memory_features(memories))
 
     def features(C: Array) -> Array:
         return R - product(C, G)
@@ -368,6 +368,19 @@ def _fit_gram(
 
     snapshots = lax.map(kernel, slots) if kept else None
     return _result(kernel(C), snapshots, history, objective(features(C)))
+
+
+def _orthonormal(features: Array) -> tuple[Array, Array]:
+    """`V (D, M)` and `R (M, M)` with `V R` the transposed features, `V^T V = I`.
+
+    Of the Gram matrix, so that features whose components are split over devices stay
+    so: a QR would gather them. Directions below rounding get a shorter column of `V`.
+    """
+    squares, U = jnp.linalg.eigh(gram_matrix(features))
+    eps = float(jnp.finfo(features.dtype).eps)
+    scale = jnp.sqrt(jnp.maximum(squares, features.shape[0] * eps * squares[-1]))
+    V = jnp.matmul(features.T, U, precision=lax.Precision.HIGHEST) / scale[None]
+    return V, scale[:, None] * U.T
 
 
 def descend(

@@ -850,23 +850,13 @@ class _OnHost:
             active = np.flatnonzero(np.asarray(active))
             if len(active) < len(y):
                 return self._fold_some(step, model, y, extra, carry, update, active)
-        start, before = 0, None
+        start, run = 0, _compiled()
         with_values = step in (_online, _weigh) and not update
         for memories, values, count in self._placed(with_values):
-            before, after = (
-                carry,
-                _fold_block(
-                    step,
-                    self.plan,
-                    update,
-                    (model, y, extra, carry),
-                    memories,
-                    values,
-                    np.int32(start),
-                    np.int32(count),
-                ),
-            )
-            jax.block_until_ready(before)  # no more than two blocks wait
+            arguments = model, y, extra, carry
+            place = np.int32(start), np.int32(count)
+            after = run(step, self.plan, update, arguments, memories, values, *place)
+            jax.block_until_ready(carry)  # no more than two blocks wait
             carry, start = after, start + count
         self.count = start
         return carry
@@ -911,7 +901,17 @@ class _OnHost:
             yield *ahead[0], ahead[1]
 
 
-@functools.partial(jax.jit, static_argnames=("step", "plan", "update"))
+@functools.cache
+def _compiled() -> Any:
+    """`_fold_block`; on a CPU with vectors of full width, which XLA halves."""
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(
+        _fold_block,
+        static_argnames=("step", "plan", "update"),
+        compiler_options={"xla_cpu_prefer_vector_width": 512} if on_cpu else None,
+    )
+
+
 def _fold_block(step, plan, update, arguments, memories, values, start, count):
     def shifted(model, y, extra, carry, tile: _Tile, update):
         tile = tile._replace(start=tile.start + start)
