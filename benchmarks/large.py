@@ -90,7 +90,7 @@ def large(rounds: int) -> list[dict[str, Any]]:
                         path, query, beta=beta, separation=separation, block=BLOCK
                     ).state
                 )
-            title = f"streamed retrieval, M = {M}, d = {D}, {QUERIES} queries, beta {beta:g}"
+            title = f"M = {M}, d = {D}, {QUERIES} queries, beta {beta:g}, streamed"
             rows += compare(title, "two products", calls, rounds)
             print(f"  private memory {peak_private_mebibytes():.0f} MiB")
     return rows

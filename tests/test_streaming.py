@@ -98,7 +98,7 @@ def test_any_block(block, on_host):
 
 @pytest.mark.parametrize(
     ("separation", "similarity"),
-    [c for c in CASES if c[0] != Entmax(3.0)],
+    [c for i, c in enumerate(CASES) if i != 5],
     ids=label,
 )
 def test_gradients_equal_those_of_direct_retrieval(separation, similarity):

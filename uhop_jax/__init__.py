@@ -39,6 +39,7 @@ from uhop_jax.separation import (
     bounded_alpha,
     separation_from_name,
 )
+from uhop_jax.sharding import Sharded, memory_mesh, shard_memories
 from uhop_jax.similarity import (
     Cosine,
     Dot,
@@ -79,6 +80,7 @@ __all__ = [
     "Polynomial",
     "Retrieval",
     "Separation",
+    "Sharded",
     "Similarity",
     "Softmax",
     "Softmax1",
@@ -100,12 +102,14 @@ __all__ = [
     "has_energy",
     "identity_start",
     "load",
+    "memory_mesh",
     "posterior_mean",
     "retrieve",
     "retrieve_streamed",
     "save",
     "separation_from_name",
     "separation_loss",
+    "shard_memories",
     "similarity_from_name",
     "smallest_separation",
     "trajectory",
