@@ -82,7 +82,7 @@ def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
         )
         assert_close(found.state, direct.state, scale=100)
         assert_close(found.weights, best, floor=1e-8)
-        np.testing.assert_array_equal(found.index[best > 0], index[best > 0])
+        np.testing.assert_array_equal(found.nearest[best > 0], index[best > 0])
 
 
 @pytest.mark.parametrize("block", [1, 7, 100, 101, 1000, None])

@@ -168,8 +168,8 @@ class Memory:
                     f"{name} must have shape (n, {slots.shape[-1]}), got {x.shape}"
                 )
             check_finite(name, x)
-            rows = np.asarray(x).reshape(-1, x.shape[-1])
-            found.append(rows.astype(slots.dtype))
+            flat = np.asarray(x).reshape(-1, x.shape[-1])
+            found.append(flat.astype(slots.dtype))
         rows, value_rows = found
         assert rows is not None
         if value_rows is not None and len(value_rows) != len(rows):

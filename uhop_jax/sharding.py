@@ -106,7 +106,7 @@ def _placed(x: Any, shape: tuple[int, ...], split: NamedSharding) -> Array:
     """Each device gets its own part alone, missing rows as zeros."""
     dtype = jnp.asarray(np.zeros((), x.dtype)).dtype
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         here = np.asarray(x[index])
         rows = len(range(*index[0].indices(shape[0])))
         missing = ((0, rows - len(here)), *(((0, 0),) * (here.ndim - 1)))

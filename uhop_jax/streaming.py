@@ -72,12 +72,12 @@ class Streamed(NamedTuple):
     Attributes:
       state: `(..., d)`, the retrieved pattern (or value).
       weights: `(..., top)`, the largest of the last update, in falling order.
-      index: `(..., top)`, the memories they belong to.
+      nearest: `(..., top)`, the memories they belong to.
     """
 
     state: Float[Array, "*batch d"]
     weights: Float[Array, "*batch top"]
-    index: Int[Array, "*batch top"]
+    nearest: Int[Array, "*batch top"]
 
 
 def retrieve_streamed(
@@ -145,7 +145,7 @@ def retrieve_streamed(
     source = stored.of(memories, values, mask)
     check_patterns(source.sample, query, similarity)
     for name, k in (("k", getattr(separation, "k", 0)), ("top", top)):
-        check_count(name, k, 0, source.count)
+        check_count(name, k, 0, source.length)
     kernel = similarity.kernel
     if kernel is not None and kernel.set_axes:
         raise ValueError(
@@ -419,7 +419,8 @@ def _softmax_of(model: _Model, y: Array, fetched: Any, valid: Array, update: boo
         out = weigh(Softmax()(z[0]), tile.averaged(keys, update))
         return out.astype(y.dtype), Softmax().conjugate(z[0])
 
-    return jax.vmap(row)(y, model.beta, *fetched, valid)
+    memories, values = fetched
+    return jax.vmap(row)(y, model.beta, memories, values, valid)
 
 
 def _largest(driver: Any, model: _Model, y: Array, k: int) -> tuple[Array, Array]:
@@ -507,7 +508,7 @@ class _Stored(NamedTuple):
         return () if self.values is None else (self.values,)
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         return self.memories.shape[0]
 
     def run(self, plan: _Plan, model: _Model, query: Array) -> tuple[Array, ...]:
@@ -540,7 +541,7 @@ class _OnDevice:
     repeat = staticmethod(lax.while_loop)
 
     def __init__(self, plan: _Plan, stored: _Stored):
-        self.plan, self.stored, self.count = plan, stored, stored.count
+        self.plan, self.stored, self.count = plan, stored, stored.length
         self.groups = min(GROUPS, plan.tile, self.count)
 
     def width(self, y: Array, update: bool) -> int:
@@ -793,10 +794,11 @@ class _Read(NamedTuple):
             return cls(pieces, None)
         if isinstance(values, jax.core.Tracer):
             raise ValueError("values are traced, but memories are read on the host")
-        read = cls(pieces, _Pieces(values, "values"))
-        if read.values.count is not None and pieces.count is not None:
-            _check_values(*((x.count, x.sample.shape[-1]) for x in reversed(read)))
-        return read
+        others = _Pieces(values, "values")
+        if others.count is not None and pieces.count is not None:
+            width = pieces.sample.shape[-1], others.sample.shape[-1]
+            _check_values((others.count, width[1]), (pieces.count, width[0]))
+        return cls(pieces, others)
 
     @property
     def sample(self) -> Array:
@@ -807,7 +809,7 @@ class _Read(NamedTuple):
         return () if self.values is None else (self.values.sample,)
 
     @property
-    def count(self) -> int | None:
+    def length(self) -> int | None:
         return self.memories.count
 
     def run(self, plan: _Plan, model: _Model, query: Array) -> tuple[Array, ...]:
@@ -828,7 +830,7 @@ class _OnHost:
     """Passes over blocks: one compiled program, the next block on its way meanwhile."""
 
     def __init__(self, plan: _Plan, source: _Read):
-        self.plan, self.source, self.count = plan, source, source.count
+        self.plan, self.source, self.count = plan, source, source.length
         self.size = source.memories.size(plan.block)
         self.groups = min(GROUPS, plan.tile, self.size)
 
