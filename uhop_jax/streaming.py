@@ -867,8 +867,8 @@ class _OnHost:
         """The queries that still matter, their number rounded up to a power of two."""
         number = 1 << (len(active) - 1).bit_length()
         index = np.resize(active, number)
-        part = jax.tree.map(lambda x: x[index], (y, extra, carry))
-        found = self.fold(step, model.take(index), *part, update)
+        y, extra, own = jax.tree.map(lambda x: x[index], (y, extra, carry))
+        found = self.fold(step, model.take(index), y, extra, own, update)
         return jax.tree.map(
             lambda whole, new: whole.at[active].set(new[: len(active)]), carry, found
         )
