@@ -13,6 +13,7 @@ against them.
 import enum
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,15 @@ def root(u: Array, e: Array, start: Array, power: Power | Array) -> Array:
     return find_root(sums, u.shape[-1], e, start, lax.while_loop)
 
 
-def find_root(sums, length: int | Array, e: Array, start: Array, repeat) -> Array:
+def tolerance(length: int | Array, dtype: Any) -> Array:
+    """How far above one the sum of the weights of a row may be."""
+    size = jnp.asarray(length, dtype)
+    return float(jnp.finfo(dtype).eps) * (4.0 + 0.25 * jnp.sqrt(size))
+
+
+def find_root(
+    sums, length: int | Array, e: Array, start: Array, repeat, active: Any = True
+) -> Array:
     """The `s >= start` at which weights sum to one, wherever the overlaps are.
 
     Newton's method on `f^e`, `f` the sum of the weights, which is convex and decreasing
@@ -86,29 +95,29 @@ def find_root(sums, length: int | Array, e: Array, start: Array, repeat) -> Arra
       e: `alpha - 1`; broadcasts against `start`.
       start: a lower bound of the root, at least 0, `(..., 1)`.
       repeat: `lax.while_loop`, or what does the same.
+      active: rows that are not at their root already.
     """
-    eps = float(jnp.finfo(start.dtype).eps)
+    limit = tolerance(length, start.dtype)
     size = jnp.asarray(length, start.dtype)
-    tolerance = eps * (4.0 + 0.25 * jnp.sqrt(size))
     e_rows = jnp.broadcast_to(e, start.shape)
     # Were all entries equal to the largest, the root would be this; it is never larger.
     upper = jnp.maximum(_log_sum(jnp.full_like(start, size), e_rows), start)
 
     def body(carry):
         _, _, s, active, _ = carry
-        return _advance(carry, sums(s, active), e_rows, upper, tolerance)
+        return _advance(carry, sums(s, active), e_rows, upper, limit)
 
     def unfinished(carry):
         *_, active, step = carry
         return jnp.any(active) & (step < _MAX_STEPS)
 
-    active = jnp.full(start.shape, True)
+    active = jnp.broadcast_to(jnp.asarray(active), start.shape)
     carry = (start, upper, start, active, 0)
     return repeat(unfinished, body, carry)[2]
 
 
 @jax.jit  # for callers that loop in Python
-def _advance(carry, sums, e: Array, upper: Array, tolerance: Array):
+def _advance(carry, sums, e: Array, upper: Array, limit: Array):
     low, high, s, active, step = carry
     f, slope = sums
     convex = e <= 1
@@ -117,7 +126,7 @@ def _advance(carry, sums, e: Array, upper: Array, tolerance: Array):
     high = jnp.where(active & ~above, s, high)
     newton = s + f * _log_sum(f, e) / jnp.where(slope == 0, 1.0, slope)
     target = jnp.where(convex, jnp.minimum(newton, upper), 0.5 * (low + high))
-    moving = jnp.where(convex, (f - 1 > tolerance) & (target > s), target != s)
+    moving = jnp.where(convex, (f - 1 > limit) & (target > s), target != s)
     active = active & moving
     return low, high, jnp.where(active, target, s), active, step + 1
 

@@ -8,9 +8,10 @@ computed, used and forgotten, never more than a tile of them at a time.
 - `Softmax`, `Softmax1`, `Polynomial`: one pass. The sums refer to the largest overlap
   so far and are rescaled when it rises.
 - `Sparsemax`, `Entmax`: a pass for the maxima of groups of memories, whose own
-  threshold is a lower bound of the one sought and mostly has the right support already;
-  Newton passes, usually one or two; a pass for the weighted sum, which skips every tile
-  without support.
+  threshold is a lower bound of the one sought, and equal to it unless two memories of a
+  support share a group; a pass for the weighted sum, which skips every tile without
+  support; and, for the queries whose weights sum to more than one, Newton passes in
+  between.
 - `TopK`: a pass that keeps the `k` largest, which are then fetched.
 
 Each algorithm is written once, in `_average`. Two drivers run it: `_OnDevice` in a
@@ -261,9 +262,8 @@ def _average(driver: Any, model: _Model, y: Array, update: bool) -> tuple[Array,
     zero = jnp.zeros(y.shape[:1], y.dtype)
     out = jnp.zeros((y.shape[0], driver.width(y, update)), y.dtype)
     if isinstance(separation, Sparsemax | Entmax):
-        top, shift = _entmax_root(driver, model, y)
-        out, total = driver.fold(_weigh, model, y, (top, shift), (out, zero), update)
-        return _finished(separation, out, total, top + shift)
+        out, total, threshold = _entmax_sums(driver, model, y, (out, zero), update)
+        return _finished(separation, out, total, threshold)
     top = zero if isinstance(separation, Softmax1 | Polynomial) else zero - jnp.inf
     total = zero + 1 if isinstance(separation, Softmax1) else zero
     out, total, top = driver.fold(_online, model, y, (), (out, total, top), update)
@@ -323,30 +323,54 @@ def _short_exp2(x: Array) -> Array:
     return p * lax.bitcast_convert_type(power, jnp.float32)
 
 
-def _entmax_root(driver: Any, model: _Model, y: Array) -> tuple[Array, Array]:
-    """The largest overlap of each query `(Q,)`, and how far below it the root lies."""
+def _entmax_sums(
+    driver: Any, model: _Model, y: Array, start: tuple[Array, Array], update: bool
+) -> tuple[Array, Array, Array]:
+    """Sums of the weights and of what they average, and the threshold."""
     maxima = jnp.full((y.shape[0], driver.groups), -jnp.inf, y.dtype)
     maxima = driver.fold(_group_maxima, model, y, (), maxima, False)
-    top, e, lower = _lower_bound(model.separation, maxima)
+    top, e, lower, likely = _lower_bound(model.separation, maxima)
+
+    def weigh_at(root: Array, active: Any = None) -> tuple[Array, Array]:
+        extra = top, root[:, 0]
+        return driver.fold(_weigh, model, y, extra, start, update, active)
 
     def sums(root: Array, active: Array) -> tuple[Array, Array]:
-        zero = jnp.zeros_like(top)
-        extra, rows = (top, root[:, 0]), active[:, 0]
+        zero, extra = jnp.zeros_like(top), (top, root[:, 0])
+        rows = active[:, 0]
         f, slope = driver.fold(_sums, model, y, extra, (zero, zero), False, rows)
         return f[:, None], slope[:, None]
 
-    root = _entmax.find_root(sums, driver.count, e, lower, driver.repeat)
-    return top, root[:, 0]
+    # Where the bound is mostly the root, trying it is a pass less.
+    unknown = start[0], jnp.full_like(top, jnp.inf)
+    first = driver.when(likely, lambda: weigh_at(lower), unknown)
+    limit = _entmax.tolerance(driver.count, y.dtype)
+    done = (first[1] - 1 <= limit)[:, None] & (e <= 1)
+
+    def climb() -> tuple[Array, Array, Array]:
+        root = _entmax.find_root(sums, driver.count, e, lower, driver.repeat, ~done)
+        again = weigh_at(root, ~done[:, 0])
+        out = jnp.where(done, first[0], again[0])
+        return out, jnp.where(done[:, 0], first[1], again[1]), root
+
+    out, total, root = driver.when(jnp.any(~done), climb, (*first, lower))
+    return out, total, top + root[:, 0]
 
 
 @jax.jit
-def _lower_bound(separation: Separation, maxima: Array) -> tuple[Array, Array, Array]:
-    """The root of some of the entries is never above that of all."""
+def _lower_bound(separation: Separation, maxima: Array) -> tuple[Array, ...]:
+    """The root of some of the entries is never above that of all.
+
+    Returns the maximum, `alpha - 1`, the root, and whether that is likely the root of
+    all entries for most queries: if no two entries of a support share a group.
+    """
     top = maxima.max(-1)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     e, power = _exponent(separation, top)
-    start = jnp.zeros_like(top)[:, None]
-    return top, e, _entmax.root(maxima - top[:, None], e, start, power)
+    u = maxima - top[:, None]
+    root = _entmax.root(u, e, jnp.zeros_like(top)[:, None], power)
+    support = (1 + e * (u - root) > 0).sum(-1)
+    return top, e, root, jnp.mean(support**2 < maxima.shape[-1]) > 0.5
 
 
 def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
@@ -539,6 +563,10 @@ class _OnDevice:
     """Passes over an array inside of a compiled program."""
 
     repeat = staticmethod(lax.while_loop)
+
+    @staticmethod
+    def when(condition: Array, run: Callable[[], Any], otherwise: Any) -> Any:
+        return lax.cond(condition, run, lambda: otherwise)
 
     def __init__(self, plan: _Plan, stored: _Stored):
         self.plan, self.stored, self.count = plan, stored, stored.length
@@ -842,7 +870,12 @@ class _OnHost:
     def average(self, model: _Model, y: Array, update: bool) -> tuple[Array, Array]:
         return _average(self, model, y, update)
 
-    def repeat(self, unfinished, body, carry):
+    @staticmethod
+    def when(condition: Array, run: Callable[[], Any], otherwise: Any) -> Any:
+        return run() if condition else otherwise
+
+    @staticmethod
+    def repeat(unfinished, body, carry):
         while unfinished(carry):
             carry = body(carry)
         return carry
