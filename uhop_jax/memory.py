@@ -85,8 +85,8 @@ class Memory:
 
     def add(
         self,
-        patterns: Float[Array, "*n d"],
-        values: Float[Array, "*n v"] | None = None,
+        patterns: Float[Array | np.ndarray, "*n d"],
+        values: Float[Array | np.ndarray, "*n v"] | None = None,
     ) -> tuple["Memory", Int[np.ndarray, " count"]]:
         """Stores one pattern `(d,)` or several `(n, d)` in the first free slots.
 
@@ -100,8 +100,8 @@ class Memory:
         Raises:
           ValueError: if shapes do not fit, or something is not finite.
         """
-        rows, value_rows = self._rows(patterns, values)
         free = np.flatnonzero(~self._known())
+        rows, value_rows = self._rows(patterns, values)
         grown = self
         missing = len(rows) - len(free)
         if missing > 0:
@@ -116,8 +116,8 @@ class Memory:
     def replace(
         self,
         slots: int | Sequence[int] | Int[np.ndarray, " n"],
-        patterns: Float[Array, "*n d"],
-        values: Float[Array, "*n v"] | None = None,
+        patterns: Float[Array | np.ndarray, "*n d"],
+        values: Float[Array | np.ndarray, "*n v"] | None = None,
     ) -> "Memory":
         """Puts other patterns into slots that are in use.
 
@@ -194,7 +194,7 @@ def _padded(capacity: int, x: Array) -> Array:
     """On the host, where no shape needs a program of its own."""
     whole = np.zeros((capacity, *x.shape[1:]), x.dtype)
     whole[: x.shape[0]] = np.asarray(x)
-    return jnp.asarray(whole)
+    return jax.device_put(whole)
 
 
 @jax.jit
