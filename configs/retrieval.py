@@ -153,6 +153,10 @@ def _query(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     config.memory = ""  # a memory saved by an earlier run, in place of data.name
     config.queries = ""  # .npy, .npz or a folder of images
     config.observed = ""  # .npy of booleans, true where a query's component is known
+    config.mapped = ""  # .npy of floats, however large, to retrieve from instead: the
+    # model is then that of the patterns stored, a sample of the file for example
+    config.block = 0  # memories that are held at a time; 0 is all, or by size if mapped
+    config.shards = 0  # devices over which the memories are split; 0 is one, unsplit
     config.corruption = ml_collections.ConfigDict()
     config.corruption.kind = "mask"  # what your queries will look like: see KINDS in
     config.corruption.level = 0.5  # uhop_jax/experiments/corruptions.py

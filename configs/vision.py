@@ -94,7 +94,7 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
 
     config.eval_only = False  # judge the best checkpoint
     config.predict = ""  # an image or a folder of them, for the best checkpoint
-    config.distributed = False  # several hosts, by jax.distributed
+    config.distributed = False  # several processes: uhop_jax.command_line
 
     match variant:
         case "digits":

@@ -393,6 +393,24 @@ def test_known_missing_pixels_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "changes", [{"block": 7}, {"mapped": "digits.npy"}, {"shards": 1}], ids=str
+)
+def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
+    monkeypatch.chdir(tmp_path)
+    digits = data.load("digits", limit=31)
+    np.save("digits.npy", digits.values)
+    np.save("queries.npy", digits.values[:9] * (np.arange(64) % 3 > 0))
+    common = {"data.name": "digits.npy", "queries": "queries.npy"}
+    experiments.run(query_config(**common), tmp_path / "whole")
+    experiments.run(query_config(**common | changes), tmp_path / "run")
+    whole, rows = (read(tmp_path / x / "answers.csv") for x in ("whole", "run"))
+    for a, b in zip(whole, rows, strict=True):
+        assert a["index"] == b["index"]
+        for name in ("weight", "margin", "expected_error"):
+            assert abs(float(a[name]) - float(b[name])) < 1e-3
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data.name": "nowhere/photos"}, "no such file or folder: nowhere/photos"),
@@ -412,6 +430,9 @@ def test_known_missing_pixels_are_left_out(tmp_path):
             {"queries": "good.npy", "observed": "kernel.npz"},
             "is not a readable .npy file",
         ),
+        ({"block": 3, "shards": 1}, "block and mapped go with neither shards nor"),
+        ({"mapped": "wide.npy"}, r"mapped has shape \(3, 9\), patterns have dimension"),
+        ({"mapped": "bad.npy"}, "mapped must hold floating patterns"),
         ({"corruption.level": 2.0}, "of a mask must be in"),
         ({"corruption.kind": "smear"}, "unknown corruption.kinds 'smear'"),
     ],

@@ -17,6 +17,7 @@ from uhop_jax.kernels import (
 )
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.losses import separation_loss, smallest_separation
+from uhop_jax.memory import Memory
 from uhop_jax.retrieval import (
     Convergence,
     Retrieval,
@@ -38,6 +39,7 @@ from uhop_jax.separation import (
     bounded_alpha,
     separation_from_name,
 )
+from uhop_jax.sharding import Sharded, memory_mesh, shard_memories
 from uhop_jax.similarity import (
     Cosine,
     Dot,
@@ -55,6 +57,7 @@ from uhop_jax.stage_one import (
     identity_start,
 )
 from uhop_jax.storage import load, save
+from uhop_jax.streaming import Streamed, retrieve_streamed
 from uhop_jax.uhop_plus import fit_annealed
 
 __all__ = [
@@ -69,6 +72,7 @@ __all__ = [
     "LinearKernel",
     "LowRankKernel",
     "Mask",
+    "Memory",
     "NegativeL1",
     "NegativeL2",
     "NegativeSquaredL2",
@@ -76,11 +80,13 @@ __all__ = [
     "Polynomial",
     "Retrieval",
     "Separation",
+    "Sharded",
     "Similarity",
     "Softmax",
     "Softmax1",
     "Sparsemax",
     "StageOne",
+    "Streamed",
     "TopK",
     "Trajectory",
     "bounded_alpha",
@@ -96,11 +102,14 @@ __all__ = [
     "has_energy",
     "identity_start",
     "load",
+    "memory_mesh",
     "posterior_mean",
     "retrieve",
+    "retrieve_streamed",
     "save",
     "separation_from_name",
     "separation_loss",
+    "shard_memories",
     "similarity_from_name",
     "smallest_separation",
     "trajectory",

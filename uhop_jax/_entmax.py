@@ -13,6 +13,7 @@ against them.
 import enum
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class Power(enum.IntEnum):
     LINEAR = 2  # alpha = 2
 
 
-def _exp_and_slope(u: Array, s: Array, e: Array, power: Power) -> tuple[Array, Array]:
+def exp_and_slope(u: Array, s: Array, e: Array, power: Power) -> tuple[Array, Array]:
     """`p = exp_e(u - s)` and its derivative `p^(1 - e)`, both zero off the support."""
     if power is Power.LINEAR:
         p = jnp.maximum(u - (s - 1.0), 0.0)
@@ -56,55 +57,88 @@ def _log_sum(f: Array, e: Array) -> Array:
     return jnp.where(e == 0, jnp.log(f), -jnp.expm1(-e * jnp.log(f)) / safe_e)
 
 
-def _root(u: Array, e: Array, start: Array, power: Power | Array) -> Array:
-    """The `s >= start` at which the weights of each row sum to one, `(..., 1)`.
+def root(u: Array, e: Array, start: Array, power: Power | Array) -> Array:
+    """The `s >= start` at which the weights of each row sum to one, `(..., 1)`."""
+
+    def sums(s: Array, active: Array) -> tuple[Array, Array]:
+        del active  # all rows are at hand: leaving some out saves nothing
+
+        def total(power: Power) -> tuple[Array, Array]:
+            p, slope = exp_and_slope(u, s, e, power)
+            return p.sum(-1, keepdims=True), slope.sum(-1, keepdims=True)
+
+        return switch(power, total)
+
+    return find_root(sums, u.shape[-1], e, start, lax.while_loop)
+
+
+def tolerance(length: int | Array, dtype: Any) -> Array:
+    """How far above one the sum of the weights of a row may be."""
+    size = jnp.asarray(length, dtype)
+    return float(jnp.finfo(dtype).eps) * (4.0 + 0.25 * jnp.sqrt(size))
+
+
+def find_root(
+    sums, length: int | Array, e: Array, start: Array, repeat, active: Any = True
+) -> Array:
+    """The `s >= start` at which weights sum to one, wherever the overlaps are.
 
     Newton's method on `f^e`, `f` the sum of the weights, which is convex and decreasing
     in `s` for `e <= 1`: the iterates climb to the root and never pass it. For `e > 1`
     it is not convex and the bracket is halved instead. A row that is done stays as it
     is, so that it does not depend on the other rows.
-    """
-    length = u.shape[-1]
-    eps = float(jnp.finfo(u.dtype).eps)
-    tolerance = eps * (4.0 + 0.25 * length**0.5)
-    e_rows = jnp.broadcast_to(e, start.shape)
-    convex = e_rows <= 1
-    # Were all entries equal to the largest, the root would be this; it is never larger.
-    upper = jnp.maximum(_log_sum(jnp.full_like(start, length), e_rows), start)
 
-    def sums(s: Array, power: Power) -> tuple[Array, Array]:
-        p, slope = _exp_and_slope(u, s, e, power)
-        return p.sum(-1, keepdims=True), slope.sum(-1, keepdims=True)
+    Args:
+      sums: of `s (..., 1)` and of which rows still matter, the sum of the weights and
+        of their slopes, `(..., 1)` each.
+      length: of a row.
+      e: `alpha - 1`; broadcasts against `start`.
+      start: a lower bound of the root, at least 0, `(..., 1)`.
+      repeat: `lax.while_loop`, or what does the same.
+      active: rows that are not at their root already.
+    """
+    limit = tolerance(length, start.dtype)
+    size = jnp.asarray(length, start.dtype)
+    e_rows = jnp.broadcast_to(e, start.shape)
+    # Were all entries equal to the largest, the root would be this; it is never larger.
+    upper = jnp.maximum(_log_sum(jnp.full_like(start, size), e_rows), start)
 
     def body(carry):
-        low, high, s, active, step = carry
-        f, slope = _switch(power, functools.partial(sums, s))
-        above = f > 1
-        low = jnp.where(active & above, s, low)
-        high = jnp.where(active & ~above, s, high)
-        newton = s + f * _log_sum(f, e_rows) / jnp.where(slope == 0, 1.0, slope)
-        target = jnp.where(convex, jnp.minimum(newton, upper), 0.5 * (low + high))
-        moving = jnp.where(convex, (f - 1 > tolerance) & (target > s), target != s)
-        active = active & moving
-        return low, high, jnp.where(active, target, s), active, step + 1
+        _, _, s, active, _ = carry
+        return _advance(carry, sums(s, active), e_rows, upper, limit)
 
     def unfinished(carry):
         *_, active, step = carry
         return jnp.any(active) & (step < _MAX_STEPS)
 
-    active = jnp.full(start.shape, True)
+    active = jnp.broadcast_to(jnp.asarray(active), start.shape)
     carry = (start, upper, start, active, 0)
-    return lax.while_loop(unfinished, body, carry)[2]
+    return repeat(unfinished, body, carry)[2]
 
 
-def _switch(power: Power | Array, function):
+@jax.jit  # for callers that loop in Python
+def _advance(carry, sums, e: Array, upper: Array, limit: Array):
+    low, high, s, active, step = carry
+    f, slope = sums
+    convex = e <= 1
+    above = f > 1
+    low = jnp.where(active & above, s, low)
+    high = jnp.where(active & ~above, s, high)
+    newton = s + f * _log_sum(f, e) / jnp.where(slope == 0, 1.0, slope)
+    target = jnp.where(convex, jnp.minimum(newton, upper), 0.5 * (low + high))
+    moving = jnp.where(convex, (f - 1 > limit) & (target > s), target != s)
+    active = active & moving
+    return low, high, jnp.where(active, target, s), active, step + 1
+
+
+def switch(power: Power | Array, function):
     """Calls `function(power)`, choosing at run time if `power` is an array."""
     if isinstance(power, Power):
         return function(power)
     return lax.switch(power, [functools.partial(function, p) for p in Power])
 
 
-def _run_time_power(e: Array) -> Array:
+def run_time_power(e: Array) -> Array:
     square, linear = jnp.all(e == 0.5), jnp.all(e == 1)
     return jnp.where(linear, Power.LINEAR, jnp.where(square, Power.SQUARE, 0))
 
@@ -118,7 +152,7 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     e = (alpha - 1).astype(z.dtype)
     if z.shape[-1] == 0:
         return z
-    mode = _run_time_power(e) if power is None else power
+    mode = run_time_power(e) if power is None else power
     top = jnp.max(z, axis=-1, keepdims=True)
     # XLA may fuse the product that made `z` into the difference and round it once only:
     # that of the largest must stay exactly zero, else one-hot weights are not.
@@ -130,9 +164,9 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
         # that costs little, and mostly the right support already.
         size = z.shape[-1] // _BLOCKS
         blocks = u[..., : _BLOCKS * size].reshape(*u.shape[:-1], _BLOCKS, size).max(-1)
-        start = _root(blocks, e, start, mode)
-    s = _root(u, e, start, mode)
-    p = _switch(mode, lambda power: _exp_and_slope(u, s, e, power)[0])
+        start = root(blocks, e, start, mode)
+    s = root(u, e, start, mode)
+    p = switch(mode, lambda power: exp_and_slope(u, s, e, power)[0])
     # For alpha > 2 an ulp of the root is much more than an ulp of a weight.
     total = p.sum(-1, keepdims=True)
     steep = (e > 1) & (total > 0)
@@ -148,8 +182,8 @@ def _entmax_jvp(power, primals, tangents):
     e = (alpha - 1).astype(p.dtype)
     log_p = jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
     cap = 0.5 * math.log(float(jnp.finfo(p.dtype).max))
-    mode = _run_time_power(e) if power is None else power
-    slope = _switch(mode, functools.partial(_support_power, p, log_p, e, cap))
+    mode = run_time_power(e) if power is None else power
+    slope = switch(mode, functools.partial(_support_power, p, log_p, e, cap))
     total = slope.sum(-1, keepdims=True)
     share = slope / jnp.where(total > 0, total, 1.0)
     dp = jnp.zeros_like(p)
@@ -162,6 +196,22 @@ def _entmax_jvp(power, primals, tangents):
         shift = share * direct.sum(-1, keepdims=True)
         dp += (direct - shift) * jnp.asarray(dalpha).astype(p.dtype)
     return p, dp
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def weights_at(x: Array, e: Array, power: Power) -> Array:
+    """`exp_e(x)`, the weights at a known threshold; `e` broadcasts against `x`."""
+    return exp_and_slope(x, jnp.zeros_like(e), e, power)[0]
+
+
+@weights_at.defjvp
+def _weights_at_jvp(power, primals, tangents):
+    (x, e), (dx, de) = primals, tangents
+    p, slope = exp_and_slope(x, jnp.zeros_like(e), e, power)
+    log_p = jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
+    # p^(1 - e) beyond half the range would overflow the sums of the entries above it.
+    slope = jnp.minimum(slope, float(jnp.finfo(p.dtype).max) ** 0.5)
+    return p, slope * jnp.where(p > 0, dx, 0.0) - p * log_p**2 * _phi(e * log_p) * de
 
 
 def _support_power(p, log_p, e, cap, power: Power) -> Array:

@@ -159,9 +159,10 @@ class Row(NamedTuple):
 
     def _scaled(self, y: Array) -> Array:
         z = self.model.similarity.compare(self.keys, y, self.model.observed)
+        z = self.model.beta.astype(z.dtype) * z
         if self.broken is not None:  # reaches the result only where it is not masked
             z = jnp.where(self.broken, jnp.nan, z)
-        return self.model.beta.astype(z.dtype) * z
+        return z
 
 
 def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:

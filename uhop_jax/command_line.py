@@ -1,6 +1,7 @@
 """What the scripts share: shipped configs, flags, clear errors and exit codes."""
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -141,6 +143,37 @@ def _found(argument: str, shipped: Mapping[str, Path]) -> str:
     if name not in shipped or Path("configs", f"{name}.py").exists():
         return argument
     return f"{flag}{shipped[name]}{variant}"
+
+
+def start_distributed() -> None:
+    """Joins the processes of a run: `jax.distributed`, before any device is used.
+
+    Clusters that JAX knows (TPU pods, Slurm, Open MPI, Kubernetes) need nothing more.
+    Elsewhere each process says where it belongs, in three environment variables:
+    `JAX_COORDINATOR_ADDRESS=HOST:PORT` (of process 0), `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID`. On CPUs, collectives go through Gloo.
+
+    Raises:
+      ValueError: if only some of the variables are set, or they are no numbers.
+    """
+    names = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+    address, number, index = (os.environ.get(name, "") for name in names)
+    given = [bool(x) for x in (address, number, index)]
+    if not any(given):
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            raise ValueError(
+                f"distributed: no cluster was found ({error}); set {', '.join(names)}"
+            ) from None
+        return
+    if not (all(given) and number.isdecimal() and index.isdecimal()):
+        raise ValueError(
+            f"distributed needs {', '.join(names)} all three, an address and two "
+            f"numbers, got {address!r}, {number!r}, {index!r}"
+        )
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, int(number), int(index))
 
 
 def _refuse(prefix: str, error: Exception | str) -> NoReturn:

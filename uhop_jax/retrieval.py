@@ -124,7 +124,7 @@ def retrieve(
         memories, query, beta, separation, similarity, values, mask, observed
     )
     if steps > 1 and model.similarity.kernel is not None:
-        _check_iterable(model.similarity)
+        check_iterable(model.similarity)
     return _retrieve(model, steps)
 
 
@@ -171,7 +171,7 @@ def converge(
     model = model_of(
         memories, query, beta, separation, similarity, values, mask, observed
     )
-    _check_iterable(model.similarity)
+    check_iterable(model.similarity)
     if tolerance is None:
         tolerance = 16 * float(jnp.finfo(working_dtype(model.query)).eps)
     check_positive("tolerance", tolerance)
@@ -211,7 +211,7 @@ def trajectory(
     model = model_of(
         memories, query, beta, separation, similarity, None, mask, observed
     )
-    _check_iterable(model.similarity)
+    check_iterable(model.similarity)
     return _trajectory(model, steps)
 
 
@@ -268,7 +268,8 @@ def has_energy(separation: Separation, similarity: Similarity) -> bool:
     )
 
 
-def _check_iterable(similarity: Similarity) -> None:
+def check_iterable(similarity: Similarity) -> None:
+    """Refuses a kernel that has one update only."""
     kernel = similarity.kernel
     if kernel is not None and not kernel.has_energy:
         raise ValueError(

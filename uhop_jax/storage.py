@@ -1,4 +1,4 @@
-"""Kernels, similarities and calibrations as files: learn once, query later.
+"""Kernels, similarities, memories and calibrations as files: learn once, query later.
 
 A file is an uncompressed `.npz`: the arrays, and a description in JSON of the types
 that hold them. Nothing is pickled, and loading builds types of this library alone.
@@ -15,11 +15,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from uhop_jax import calibration, corruption, kernels, separation, similarity
+from uhop_jax import (
+    calibration,
+    corruption,
+    kernels,
+    memory,
+    separation,
+    similarity,
+)
 
 _TYPES: dict[str, type] = {
     cls.__name__: cls
-    for module in (kernels, similarity, separation, calibration, corruption)
+    for module in (kernels, similarity, separation, calibration, corruption, memory)
     for cls in vars(module).values()
     if isinstance(cls, type)
     and dataclasses.is_dataclass(cls)
@@ -29,7 +36,7 @@ _VERSION = 1
 
 
 def save(path: str | Path, tree: Any) -> Path:
-    """Saves a kernel, similarity, separation, calibration or corruption.
+    """Saves a kernel, similarity, separation, memory, calibration or corruption.
 
     The file appears whole or not at all: an earlier one of that name is replaced only
     once everything is written.

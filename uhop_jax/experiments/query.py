@@ -1,6 +1,7 @@
 """A user's own memory: store patterns, choose a model, answer queries, reload later."""
 
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from uhop_jax.experiments import figures
 from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
 from uhop_jax.experiments.sweep import load_patterns
 from uhop_jax.retrieval import converge, has_energy
+from uhop_jax.sharding import memory_mesh, shard_memories
 from uhop_jax.storage import load, save
+from uhop_jax.streaming import retrieve_streamed
 from uhop_jax.theory import effective_memories
 
 MAX_UPDATES = 100
@@ -45,9 +48,11 @@ class Answers(NamedTuple):
     Attributes:
       state: retrieved patterns.
       nearest: memory of the largest weight.
-      weights: over the memories.
+      weights: over the memories; the two largest alone if these passed in blocks.
+      largest: of the weights.
       margin: lead of the largest weight over the next.
-      effective: effective number of memories mixed; 1 is a single one.
+      effective: effective number of memories mixed, 1 is a single one; None if they
+        passed in blocks.
       expected_error: sum of squared differences that the weights, read as
         probabilities of the memories, let expect.
       converged: whether further updates stay at the same memory; None for a model whose
@@ -57,8 +62,9 @@ class Answers(NamedTuple):
     state: Float[Array, "Q d"]
     nearest: Int[Array, " Q"]
     weights: Float[Array, "Q M"]
+    largest: Float[Array, " Q"]
     margin: Float[Array, " Q"]
-    effective: Float[Array, " Q"]
+    effective: Float[Array, " Q"] | None
     expected_error: Float[Array, " Q"]
     converged: Bool[Array, " Q"] | None
 
@@ -67,10 +73,21 @@ def answer(
     memory: Memory,
     query: Float[Array, "Q d"],
     observed: Bool[Array, "Q d"] | None = None,
+    *,
+    shards: int = 0,
 ) -> Answers:
-    """One update of each query by the calibrated model, with its confidence."""
-    model, patterns = memory.model, memory.values
-    found = model.retrieve(patterns, query, observed=observed)
+    """One update of each query by the calibrated model, with its confidence.
+
+    Args:
+      memory: patterns and model.
+      query: what to answer.
+      observed: true for the known components of the queries.
+      shards: devices over which the patterns are split; 0 leaves them on one.
+    """
+    model, patterns, mask = memory.model, memory.values, None
+    if shards:
+        patterns, mask = shard_memories(patterns, memory_mesh(shards))
+    found = model.retrieve(patterns, query, observed=observed, mask=mask)
     top, index = jax.lax.top_k(found.weights, 2)
     squared = (patterns * patterns).sum(-1)
     variance = found.weights @ squared - (found.state * found.state).sum(-1)
@@ -83,17 +100,57 @@ def answer(
             separation=model.separation,
             similarity=model.similarity,
             observed=observed,
+            mask=mask,
             max_steps=MAX_UPDATES,
         )
         converged = end.converged & (end.weights.argmax(-1) == index[:, 0])
     return Answers(
         found.state,
         index[:, 0],
-        found.weights,
+        found.weights[:, : len(memory.values)],
+        top[:, 0],
         top[:, 0] - top[:, 1],
         effective_memories(found.weights),
         jnp.maximum(variance, 0.0),
         converged,
+    )
+
+
+def answer_in_blocks(
+    model: Calibration,
+    patterns: Float[np.ndarray, "M d"],
+    query: Float[Array, "Q d"],
+    block: int | None = None,
+) -> Answers:
+    """Likewise, holding a block of the patterns at a time; they may lie in a file."""
+    size = block or max(2**20 // patterns.shape[1], 1)
+
+    def with_squares() -> Iterator[np.ndarray]:
+        for start in range(0, len(patterns), size):
+            rows = np.asarray(patterns[start : start + size])
+            squares = np.square(rows).sum(-1, keepdims=True)
+            yield np.concatenate([rows, squares], axis=-1)
+
+    found = retrieve_streamed(
+        patterns,
+        query,
+        beta=model.beta,
+        separation=model.separation,
+        similarity=model.similarity,
+        values=with_squares,
+        top=2,
+        block=block,
+    )
+    state, squared = found.state[:, :-1], found.state[:, -1]
+    return Answers(
+        state,
+        found.nearest[:, 0],
+        found.weights,
+        found.weights[:, 0],
+        found.weights[:, 0] - found.weights[:, 1],
+        None,
+        jnp.maximum(squared - (state * state).sum(-1), 0.0),
+        None,
     )
 
 
@@ -117,6 +174,15 @@ def run(config: ConfigDict, workdir: Path) -> None:
             f"queries have shape {queries.shape}, the memories {stored.shape}"
         )
     observed = _observed(config.observed, queries)
+    check_count("block", config.block, 0)
+    check_count("shards", config.shards, 0)
+    in_blocks = bool(config.block or config.mapped)
+    if in_blocks and (config.shards or observed is not None):
+        raise ValueError(
+            "block and mapped go with neither shards nor observed: these need all "
+            "memories at once"
+        )
+    mapped = _mapped(config.mapped, stored.values.shape[1]) if config.mapped else None
     options, shape = config.corruption, tuple(stored.shape)
     clamped = bool(stored.values.min() >= 0 and stored.values.max() <= 1)
     corruption = corruption_of(options.kind, options.level, shape, clamped=clamped)
@@ -133,8 +199,16 @@ def run(config: ConfigDict, workdir: Path) -> None:
         written.append("memory.npz")
     print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
     if queries is not None:
-        found = answer(memory, jnp.asarray(queries.values), observed)
-        rows = _rows(memory, queries, found)
+        asked = jnp.asarray(queries.values)
+        patterns = np.asarray(memory.values) if mapped is None else mapped
+        if in_blocks:
+            found = answer_in_blocks(
+                memory.model, patterns, asked, config.block or None
+            )
+        else:
+            found = answer(memory, asked, observed, shards=config.shards)
+        names = memory.names if mapped is None else range(len(mapped))
+        rows = _rows(names, queries, found)
         records.write_csv(workdir / "answers.csv", rows)
         arrays: Any = {
             "patterns": found.state,
@@ -147,7 +221,8 @@ def run(config: ConfigDict, workdir: Path) -> None:
         )
         written += ["answers.csv", "retrieved.npz"]
         if len(shape) == 3 and config.images:
-            _picture(workdir / "retrieved.png", memory, queries, found, config.images)
+            path = workdir / "retrieved.png"
+            _picture(path, memory, patterns, queries, found, config.images)
             written.append("retrieved.png")
         shown = [list(rows[0]), *([str(x) for x in r.values()] for r in rows[:10])]
         print(records.aligned(shown))
@@ -199,21 +274,43 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
     return jnp.asarray(known)
 
 
-def _rows(memory: Memory, queries: data.Patterns, found: Answers) -> list[dict]:
+def _mapped(path: str, dimension: int) -> np.ndarray:
+    """Patterns in a file, one a row, of which nothing is read yet."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        raise ValueError(f"mapped: {path} is not a readable .npy file") from None
+    if array.dtype.kind != "f" or array.ndim < 2:
+        raise ValueError(
+            f"mapped must hold floating patterns (n, ...), {path} has dtype "
+            f"{array.dtype} and shape {array.shape}"
+        )
+    array = array.reshape(len(array), -1)
+    if array.shape[1] != dimension or len(array) < 2:
+        raise ValueError(
+            f"mapped has shape {array.shape}, patterns have dimension {dimension}"
+        )
+    return array
+
+
+def _rows(names: Sequence[Any], queries: data.Patterns, found: Answers) -> list[dict]:
     rows = []
     for i, name in enumerate(queries.names):
         index = int(found.nearest[i])
+        mixed = ""
+        if found.effective is not None:
+            mixed = f"{float(found.effective[i]):.4g}"
         converged: Any = "one step"
         if found.converged is not None:
             converged = "yes" if found.converged[i] else "no"
         rows.append(
             {
                 "query": name,
-                "memory": memory.names[index],
+                "memory": names[index],
                 "index": index,
-                "weight": f"{float(found.weights[i, index]):.4g}",
+                "weight": f"{float(found.largest[i]):.4g}",
                 "margin": f"{float(found.margin[i]):.4g}",
-                "memories_mixed": f"{float(found.effective[i]):.4g}",
+                "memories_mixed": mixed,
                 "expected_error": f"{float(found.expected_error[i]):.4g}",
                 "converged": converged,
             }
@@ -222,13 +319,18 @@ def _rows(memory: Memory, queries: data.Patterns, found: Answers) -> list[dict]:
 
 
 def _picture(
-    path: Path, memory: Memory, queries: data.Patterns, found: Answers, number: int
+    path: Path,
+    memory: Memory,
+    patterns: np.ndarray,
+    queries: data.Patterns,
+    found: Answers,
+    number: int,
 ) -> None:
     number = min(number, len(queries.values))
     columns = {
         "query": queries.values[:number],
         "retrieved": np.asarray(found.state[:number]),
-        "stored": np.asarray(memory.values[found.nearest[:number]]),
+        "stored": np.asarray(patterns[np.asarray(found.nearest[:number])]),
     }
     shaped = {name: x.reshape(-1, *memory.shape) for name, x in columns.items()}
     figures.images(path, shaped, f"{memory.model.name}, one update")

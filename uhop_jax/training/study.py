@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from uhop_jax import plotting, records
 from uhop_jax._checks import check_choice
+from uhop_jax.command_line import start_distributed
 from uhop_jax.training.application import Application, Cell, Rows
 from uhop_jax.training.forecasting import Forecasting
 from uhop_jax.training.run import Data, Options, best_state, train
@@ -36,7 +37,7 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
       FloatingPointError: if a loss is no longer finite.
     """
     if config.distributed:
-        jax.distributed.initialize()
+        start_distributed()
     check_choice("task", config.task, APPLICATIONS)
     study = APPLICATIONS[config.task](config)
     cells = study.cells()

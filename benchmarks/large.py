@@ -1,0 +1,123 @@
+"""Times retrieval from a million memories in a file against its two matrix products.
+
+    python benchmarks/large.py [--out DIR] [--rounds N]
+
+The file is written once, to a temporary directory, and memory-mapped; all members read
+it by the same blocks. The number of memories is odd; queries are noisy copies of some,
+which at beta 50 retrieve one memory and at beta 2 mix hundreds. Also prints how far the
+results are from those of direct retrieval, and the most memory that the process held
+beyond the pages of the file.
+"""
+
+import functools
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from timing import compare, main
+
+import uhop_jax as uhop
+
+M, D, QUERIES = 1_000_003, 64, 256
+BLOCK, TILE = 32768, 1024
+
+
+def write(path: Path) -> np.ndarray:
+    """Unit vectors, written piece by piece."""
+    rng = np.random.default_rng(0)
+    file = np.lib.format.open_memmap(path, "w+", np.float32, (M, D))
+    for start in range(0, M, 100_000):
+        part = rng.standard_normal((min(100_000, M - start), D), np.float32)
+        file[start : start + len(part)] = part / np.linalg.norm(
+            part, axis=1, keepdims=True
+        )
+    file.flush()
+    del file
+    return np.load(path, mmap_mode="r")
+
+
+@functools.partial(jax.jit, static_argnames="tile")
+def two_products(query, out, block, tile: int):
+    """Scores and their weighted sum, tile by tile, with nothing in between."""
+    product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+    def body(i, out):
+        part = lax.dynamic_slice_in_dim(block, i * tile, tile)
+        return out + product(product(query, part.T), part)
+
+    return lax.fori_loop(0, block.shape[0] // tile, body, out)
+
+
+def products(query: jax.Array, memories: np.ndarray) -> jax.Array:
+    """Both products with every block of the file but the incomplete last tile."""
+    out = jnp.zeros(query.shape)
+    for start in range(0, M, BLOCK):
+        part = memories[start : start + BLOCK]
+        out = two_products(query, out, jax.device_put(np.asarray(part)), TILE)
+    return out
+
+
+class Peak(threading.Thread):
+    """The most memory of this process that belonged to no file, in MiB."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.mebibytes, self.running = 0.0, True
+        self.start()
+
+    def run(self):
+        while self.running:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            line = next(x for x in lines if x.startswith("RssAnon"))
+            self.mebibytes = max(self.mebibytes, int(line.split()[1]) / 1024)
+            time.sleep(0.05)
+
+
+def large(rounds: int) -> list[dict[str, Any]]:
+    """Streamed retrieval by separation, sharp and mixing many memories."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "memories.npy"
+        memories = write(path)
+        rng = np.random.default_rng(1)
+        noise = 0.05 * rng.standard_normal((QUERIES, D)).astype(np.float32)
+        target = rng.choice(M, QUERIES, replace=False)
+        query = jnp.asarray(memories[np.sort(target)] + noise)
+        members = {
+            "softmax": uhop.Softmax(),
+            "sparsemax": uhop.Sparsemax(),
+            "entmax 1.5": uhop.Entmax(1.5),
+            "top-32": uhop.TopK(32),
+        }
+        for beta in (2.0, 50.0):
+            calls: dict[str, Any] = {"two products": lambda: products(query, memories)}
+            for name, separation in members.items():
+                calls[name] = lambda separation=separation, beta=beta: (
+                    uhop.retrieve_streamed(
+                        path, query, beta=beta, separation=separation, block=BLOCK
+                    ).state
+                )
+            title = f"M = {M}, d = {D}, {QUERIES} queries, beta {beta:g}, streamed"
+            peak = Peak()
+            rows += compare(title, "two products", calls, rounds)
+            peak.running = False
+            print(f"  most memory beyond the file{peak.mebibytes:>17.0f} MiB")
+        for name, separation in members.items():
+            for beta in (2.0, 50.0):
+                options: Any = dict(beta=beta, separation=separation)
+                few = query[:16]
+                found = uhop.retrieve_streamed(path, few, block=BLOCK, **options)
+                direct = uhop.retrieve(jnp.asarray(memories), few, **options)
+                far = float(jnp.abs(found.state - direct.state).max())
+                print(f"  {name}, beta {beta:g}: {far:.1e} from direct retrieval")
+    return rows
+
+
+if __name__ == "__main__":
+    main(__doc__, "large", [large])

@@ -1,0 +1,270 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close, every_dtype
+
+import uhop_jax
+from uhop_jax import (
+    Cosine,
+    Dot,
+    Entmax,
+    LinearKernel,
+    Memory,
+    NegativeL1,
+    NegativeSquaredL2,
+    Polynomial,
+    Softmax,
+    Softmax1,
+    Sparsemax,
+    TopK,
+    retrieve,
+    retrieve_streamed,
+)
+from uhop_jax.streaming import _short_exp2
+
+COUNT, D = 101, 6  # odd: no block divides it
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+MEMORIES, VALUES, QUERY = normal(COUNT, D), normal(COUNT, 3, seed=1), normal(2, 4, D)
+KERNEL = LinearKernel(jnp.asarray(normal(7, D, seed=2)))
+SEPARATIONS = [
+    Softmax(),
+    Softmax1(),
+    Sparsemax(),
+    Entmax(1.5),
+    Entmax(1.3),
+    Entmax(3.0),
+    Polynomial(4),
+    TopK(3),
+]
+CASES = [(s, Dot()) for s in SEPARATIONS] + [
+    (Softmax(), Dot(KERNEL)),
+    (Softmax(), NegativeL1()),
+    (Sparsemax(), NegativeSquaredL2()),
+    (TopK(3), Cosine(KERNEL)),
+    (Entmax(jnp.asarray([[1.0], [2.0]])), Cosine()),
+]
+
+
+def label(x):
+    return type(x).__name__
+
+
+def sources(x, path):
+    """The same rows as an array, a file, and pieces of any lengths."""
+    np.save(path, x)
+    cuts = [3, 4, 40, 41, 90]
+    yield jnp.asarray(x)
+    yield path
+    yield lambda: iter(np.split(x, cuts))
+
+
+@pytest.mark.parametrize(("separation", "similarity"), CASES, ids=label)
+def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
+    beta = jnp.asarray([0.3, 1.0, 2.0, 6.0])
+    options = dict(beta=beta, separation=separation, similarity=similarity, steps=2)
+    query, values = jnp.asarray(QUERY), jnp.asarray(VALUES)
+    direct = retrieve(jnp.asarray(MEMORIES), query, values=values, **options)
+    best, index = jax.lax.top_k(direct.weights, 2)
+    pairs = zip(
+        sources(MEMORIES, tmp_path / "m.npy"),
+        sources(VALUES, tmp_path / "v.npy"),
+        strict=True,
+    )
+    for memories, own in pairs:
+        found = retrieve_streamed(
+            memories, query, values=own, block=16, query_block=3, top=2, **options
+        )
+        assert_close(found.state, direct.state, scale=100)
+        assert_close(found.weights, best, floor=1e-8)
+        np.testing.assert_array_equal(found.nearest[best > 0], index[best > 0])
+
+
+@pytest.mark.parametrize("block", [1, 7, 100, 101, 1000, None])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_any_block(block, on_host):
+    memories = MEMORIES if on_host else jnp.asarray(MEMORIES)
+    options = dict(beta=1.0, separation=Sparsemax())
+    query = jnp.asarray(QUERY)
+    found = retrieve_streamed(memories, query, block=block, **options)
+    direct = retrieve(jnp.asarray(MEMORIES), query, **options)
+    assert_close(found.state, direct.state)
+
+
+@pytest.mark.parametrize(
+    ("separation", "similarity"),
+    [c for i, c in enumerate(CASES) if i != 5],
+    ids=label,
+)
+def test_gradients_equal_those_of_direct_retrieval(separation, similarity):
+    mask = jnp.arange(COUNT) % 7 > 0
+    separation = jax.tree.map(jnp.asarray, separation)
+    arrays = [jnp.asarray(x) for x in (MEMORIES, QUERY, VALUES)]
+    arrays[0] = arrays[0].at[0].set(jnp.nan)  # masked
+    arguments = *arrays, jnp.asarray(1.3), separation, similarity
+
+    def gradients(run, **options):
+        def loss(memories, query, values, beta, separation, similarity):
+            state = run(
+                memories,
+                query,
+                beta=beta,
+                separation=separation,
+                similarity=similarity,
+                steps=2,
+                values=values,
+                mask=mask,
+                **options,
+            ).state
+            return (state * jnp.arange(1.0, 4.0)[None, None]).sum()
+
+        return jax.jit(jax.grad(loss, argnums=tuple(range(6))))(*arguments)
+
+    direct = gradients(retrieve)
+    found = gradients(retrieve_streamed, block=10, query_block=3)
+    for a, b in zip(*map(jax.tree.leaves, (found, direct)), strict=True):
+        assert_close(a, b, scale=10)
+
+
+@every_dtype
+@pytest.mark.parametrize("separation", SEPARATIONS, ids=label)
+def test_dtypes(separation, dtype):
+    memories, query = (jnp.asarray(x, dtype) for x in (MEMORIES, QUERY))
+    found = retrieve_streamed(
+        memories, query, beta=2.0, separation=separation, block=16, top=1
+    )
+    exact = retrieve(
+        memories.astype(float), query.astype(float), beta=2.0, separation=separation
+    )
+    assert found.state.dtype == found.weights.dtype == dtype
+    steep = 30 if separation == Entmax(3.0) else 4
+    assert_close(found.state, exact.state, scale=steep)
+
+
+def test_half_precision_sums_in_float32():
+    """Ten thousand equal weights: in float16 their sum would stand still at 2048."""
+    memories = jnp.ones((10_000, 2), jnp.float16)
+    for separation in (Softmax(), Sparsemax(), Entmax(1.5)):
+        found = retrieve_streamed(
+            memories, jnp.ones(2, jnp.float16), beta=1.0, separation=separation
+        )
+        assert_close(found.state, np.ones(2))
+
+
+def test_short_exponential():
+    x = np.linspace(-140, 0, 10_001).astype(np.float32)
+    y = np.asarray(jax.jit(_short_exp2)(x), np.float64)
+    exact = np.exp2(x.astype(np.float64))
+    normal = x > -126
+    np.testing.assert_allclose(y[normal], exact[normal], rtol=3e-7)
+    assert (y[x < -127] == 0).all()
+    assert np.isnan(_short_exp2(jnp.asarray([jnp.nan], jnp.float32))).all()
+
+
+@pytest.mark.parametrize("separation", SEPARATIONS[:5], ids=label)
+def test_nothing_of_the_size_of_all_overlaps_is_held(separation):
+    def run(memories, query):
+        return retrieve_streamed(
+            memories, query, beta=1.0, separation=separation, block=64
+        ).state.sum()
+
+    memories = jax.ShapeDtypeStruct((20_001, 4), jnp.float32)
+    query = jax.ShapeDtypeStruct((32, 4), jnp.float32)
+    program = jax.jit(jax.grad(run, argnums=1)).lower(memories, query).compile()
+    held = program.memory_analysis().temp_size_in_bytes
+    assert held < 20_001 * 32 * 4 / 2
+
+
+def test_nan_in_a_memory_shows():
+    memories = MEMORIES.copy()
+    memories[50, 0] = np.nan
+    found = retrieve_streamed(memories, jnp.asarray(QUERY), beta=1.0)
+    assert jnp.isnan(found.state).any()
+
+
+WRONG = [
+    (dict(memories="nowhere.npy"), "nowhere.npy is not a readable .npy file"),
+    (dict(memories=np.zeros(3)), r"memories must have shape \(n, d\)"),
+    (dict(memories=lambda: iter(())), "memories: the iterator holds no block"),
+    (dict(memories=MEMORIES, mask=np.ones(COUNT, bool)), "mask belongs to memories"),
+    (dict(values=jnp.zeros((3, 2))), r"values have shape \(3, 2\), memories"),
+    (dict(values=normal(9, 2), memories=MEMORIES), r"values have shape \(9, 2\)"),
+    (
+        dict(memories=lambda: iter([MEMORIES]), values=lambda: iter([VALUES[:9]])),
+        "values end before the memories, or after",
+    ),
+    (dict(block=0), "block must be at least 1, got 0"),
+    (dict(top=COUNT + 1), f"top must be at most {COUNT}, got {COUNT + 1}"),
+    (dict(separation=TopK(COUNT + 1)), f"k must be at most {COUNT}"),
+    (dict(mask=jnp.ones(3, bool)), rf"mask must be boolean of shape \({COUNT},\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_wrong_input(change, message, untyped):
+    arguments = dict(memories=jnp.asarray(MEMORIES), beta=1.0) | change
+    with pytest.raises(ValueError, match=message):
+        retrieve_streamed(query=jnp.asarray(QUERY), **arguments)
+
+
+def test_host_memories_inside_jit_are_refused():
+    with pytest.raises(ValueError, match="read on the host, which jit"):
+        jax.jit(lambda q: retrieve_streamed(MEMORIES, q, beta=1.0))(jnp.asarray(QUERY))
+
+
+def test_a_growing_memory(tmp_path):
+    memory = Memory.empty(D, value_dimension=3)
+    memory, slots = memory.add(MEMORIES[:20], VALUES[:20])
+    assert memory.capacity == 32 and len(memory) == 20
+    np.testing.assert_array_equal(slots, range(20))
+    memory = memory.remove([3, 7]).replace(5, MEMORIES[30], VALUES[30])
+    memory, slots = memory.add(MEMORIES[31], VALUES[31])
+    np.testing.assert_array_equal(slots, [3])
+    kept = [0, 1, 2, 31, 4, 30, 6, *range(8, 20)]
+    options = dict(beta=2.0, separation=Entmax(1.5), steps=2)
+    query = jnp.asarray(QUERY)
+    expected = retrieve(
+        jnp.asarray(MEMORIES[kept]), query, values=jnp.asarray(VALUES[kept]), **options
+    )
+    for one in (memory, uhop_jax.load(uhop_jax.save(tmp_path / "m", memory))):
+        found = one.retrieve(query, **options)
+        assert_close(found.state, expected.state)
+        assert_close(found.weights[..., memory.slots], expected.weights)
+
+
+def test_a_thousand_additions_compile_a_logarithmic_number_of_times(compilations):
+    patterns = normal(1000, 4)
+    memory = Memory.empty(4)
+    memory, _ = memory.add(patterns[0])
+    before = len(compilations)
+    for pattern in patterns[1:]:
+        memory, _ = memory.add(pattern)
+    assert len(memory) == 1000 and memory.capacity == 1024
+    assert len(compilations) - before <= np.log2(1000)
+    np.testing.assert_array_equal(memory.patterns[:1000], patterns)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.remove(9), "slot 9 holds no pattern"),
+        (lambda m: m.remove([0, 0]), "slots must differ"),
+        (lambda m: m.replace([0], np.ones((2, D))), "got 1 slots for 2 patterns"),
+        (lambda m: m.add(np.ones(3)), r"patterns must have shape \(n, 6\), got \(3,\)"),
+        (lambda m: m.add(np.ones(D), np.ones(2)), "the memory has no values"),
+        (lambda m: m.add(np.full(D, np.nan)), "patterns must be finite"),
+        (
+            lambda m: jax.jit(lambda m: m.add(np.ones(D))[0])(m),
+            "add, remove and replace outside of jit",
+        ),
+    ],
+)
+def test_wrong_changes(call, message, untyped):
+    memory, _ = Memory.empty(D).add(MEMORIES[:4])
+    with pytest.raises(ValueError, match=message):
+        call(memory)
