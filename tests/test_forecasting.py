@@ -19,7 +19,7 @@ from uhop_jax.training.forecasting import Forecasting
 TINY = {
     "horizon": (4,),
     "window": 12,
-    "arms": ("GSH + U-Hop",),
+    "arms": ("MHM + U-Hop",),
     "model.segment": 4,
     "model.size": 8,
     "model.mlp_size": 8,
@@ -57,119 +57,109 @@ def tiny(path, **changes):
     return config
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run that is over."""
-    directory = tmp_path_factory.mktemp("forecasting")
-    path = write(directory / "mine.csv")
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        train_and_evaluate(tiny(path), directory / "run")
-    return path, directory / "run"
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "mine.csv")
 
 
-def test_a_run_writes_its_files(finished, capsys):
-    path, run = finished
+def test_a_run_from_end_to_end(path, tmp_path, capsys):
+    run = tmp_path / "run"
+    train_and_evaluate(tiny(path), run)
+    assert "paper's MSE" in capsys.readouterr().out
     names = {"checkpoints", "config.json", "curves.png", "metrics.csv", "results.csv"}
     names |= {"forecasts.png", "predictions.csv", "test.csv", "tensorboard"}
     assert {p.name for p in run.iterdir()} == names
+    with Image.open(run / "forecasts.png") as picture:
+        assert min(picture.size) > 300
     *cheap, ours = records(run / "results.csv")
-    assert [r["arm"] for r in cheap] == ["last value", "window mean", "linear"]
     rows = records(run / "metrics.csv")
     best = min(rows, key=lambda row: float(row["validation_loss"]))
     assert ours["validation_loss"] == best["validation_loss"]
     assert ours["best_epoch"] == best["epoch"]
     assert float(rows[-1]["separation"]) < float(rows[0]["separation"]) < 0
-    with Image.open(run / "forecasts.png") as picture:
-        assert min(picture.size) > 300
-    before = (run / "metrics.csv").read_bytes()
-    train_and_evaluate(tiny(path), run)  # is over: only the table
-    assert (run / "metrics.csv").read_bytes() == before
-    assert "paper's MSE" in capsys.readouterr().out
 
+    # Baselines on the same windows.
+    series = data.series(str(path))
+    where = data.borders(str(path), 100)
+    splits = data.splits(series.values, where, in_len=12, out_len=4)
+    forecasts = baselines.baselines(splits.train, period=series.period)
+    for row, found in zip(
+        cheap, baselines.evaluate(forecasts, splits.test), strict=True
+    ):
+        assert row["arm"] == found["method"]
+        assert float(row["test_mse"]) == pytest.approx(found["mse"])
 
-def test_the_test_error_is_that_of_the_best_checkpoint(finished, capsys):
-    """Recomputed by hand: windows, scaling, the exact mean (UC-34)."""
-    path, run = finished
+    # The error of the best checkpoint, by hand: windows, scaling, exact mean (UC-34).
     study = Forecasting(tiny(path))
     (cell,) = study.cells()
     trainer = study.trainer(cell)
     _, state = best_state(trainer, study.goal(), run)
-    series = data.series(str(path))
-    where = data.borders(str(path), 100)
-    splits = data.splits(series.values, where, in_len=12, out_len=4)
     test = splits.test
     batch = data.window_batch(jnp.asarray(test.rows), jnp.arange(test.size), 12, 4)
-    error = np.asarray(trainer.outputs(state, (batch["inputs"],)) - batch["targets"])
-    *_, ours = records(run / "results.csv")
+    last = splits.scaler.scaled(series.values[-12:])[None].astype(np.float32)
+    inputs = jnp.concatenate([batch["inputs"], last])
+    forecast = np.asarray(trainer.outputs(state, (inputs,)))
+    error = forecast[:-1] - np.asarray(batch["targets"])
     np.testing.assert_allclose(float(ours["test_mse"]), (error**2).mean(), rtol=1e-5)
     np.testing.assert_allclose(float(ours["test_mae"]), abs(error).mean(), rtol=1e-5)
-    train_and_evaluate(tiny(path, eval_only=True), run)
-    assert f"mse {(error**2).mean():.3g}" in capsys.readouterr().out
 
     # The export: what follows the last window, in its units, under the next dates.
     found = records(run / "predictions.csv")
     assert list(found[0]) == ["date", "load (MW)", "heat (C)"]
-    assert [r["date"] for r in found][:2] == [
-        "2024-03-02 04:00:00",
-        "2024-03-02 05:00:00",
-    ]
-    last = splits.scaler.scaled(series.values[-12:])[None]
-    ahead = trainer.outputs(state, (jnp.asarray(last, jnp.float32),))[0]
-    wanted = splits.scaler.unscaled(np.asarray(ahead))
+    dates = [row["date"] for row in found]
+    assert dates[:2] == ["2024-03-02 04:00:00", "2024-03-02 05:00:00"]
     given = [[float(r["load (MW)"]), float(r["heat (C)"])] for r in found]
+    wanted = splits.scaler.unscaled(forecast[-1])
     np.testing.assert_allclose(given, wanted, rtol=1e-5)
     assert 30 < given[0][0] < 70
 
-
-def test_predicts_what_follows_another_file(finished, tmp_path, capsys):
-    path, run = finished
-    kept = (run / "predictions.csv").read_bytes()
+    # What follows another file.
     other = write(tmp_path / "new.csv", rows=14)
-    train_and_evaluate(tiny(path, predict=str(other)), run)
-    assert "4 rows after 2024-02-27 13:00:00" in capsys.readouterr().out
+    study.config.predict = str(other)
+    said = study.predict(cell, trainer, state, run)
+    assert said.startswith("4 rows after 2024-02-27 13:00:00 written to")
     assert records(run / "predictions.csv")[0]["date"] == "2024-02-27 14:00:00"
-    (run / "predictions.csv").write_bytes(kept)
+    study.config.predict = str(write(other, rows=11))
     with pytest.raises(ValueError, match="a window takes 12 rows, .* has 11"):
-        short = write(tmp_path / "short.csv", rows=11)
-        train_and_evaluate(tiny(path, predict=str(short)), run)
+        study.predict(cell, trainer, state, run)
+    other.write_text(other.read_text().replace("load (MW)", "load"))
     with pytest.raises(ValueError, match="the model has the columns load .MW., heat"):
-        named = write(
-            tmp_path / "named.csv", change=lambda x: x.__setitem__(0, "d,a,b")
-        )
-        train_and_evaluate(tiny(path, predict=str(named)), run)
+        study.predict(cell, trainer, state, run)
 
 
-def test_a_study_goes_on_cell_by_cell(finished, tmp_path, monkeypatch, capsys):
-    """Interrupted within its second horizon, it ends as the one that was not."""
-    path, whole_run = finished
-    changes = {"horizon": (4, 6), "train.checkpoint_seconds": 0.0}
-    advance, calls = Trainer.advance, []
+@pytest.mark.parametrize(
+    "arm", ["MHM", pytest.param("GSH + U-Hop", marks=pytest.mark.slow)]
+)
+def test_a_study_goes_on_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm):
+    """Interrupted within its second horizon, it ends as one that was not."""
+    changes = {"arms": (arm,), "train.checkpoint_seconds": 0.0}
+    two = tiny(path, horizon=(4, 6), **changes)
+    advance, steps = Trainer.advance, []
 
     def interrupted(self, *arguments):
-        calls.append(1)
-        if len(calls) > 10:  # 2 epochs in 1, 2, ... steps each for the first horizon
+        steps.append(self.task.train)
+        if len([1 for x in steps if x is self.task.train]) == 3 and len(steps) > 6:
             raise KeyboardInterrupt
         return advance(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "advance", interrupted)
-        train_and_evaluate(tiny(path, **changes), tmp_path / "study")
-    inner = sorted(p.name for p in (tmp_path / "study").iterdir() if p.is_dir())
-    assert inner == [f"mine_csv_horizon_{h}_gsh_with_u_hop_seed_0" for h in (4, 6)]
-    first = tmp_path / "study" / inner[0]
-    assert_same_run(first, whole_run)
-    times = (first / "metrics.csv").stat().st_mtime_ns
-    train_and_evaluate(tiny(path, **changes), tmp_path / "study")
-    assert (first / "metrics.csv").stat().st_mtime_ns == times
-    alone = tiny(path, horizon=(6,))
-    train_and_evaluate(alone, tmp_path / "alone")
-    assert_same_run(tmp_path / "study" / inner[1], tmp_path / "alone")
+        train_and_evaluate(two, tmp_path / "study")
+    inner = sorted(p for p in (tmp_path / "study").iterdir() if p.is_dir())
+    assert ["_horizon_4_" in inner[0].name, "_horizon_6_" in inner[1].name] == [
+        True
+    ] * 2
+    assert not (inner[1] / "test.csv").exists()
+    times = (inner[0] / "metrics.csv").stat().st_mtime_ns
+    train_and_evaluate(two, tmp_path / "study")
+    assert (inner[0] / "metrics.csv").stat().st_mtime_ns == times
+    train_and_evaluate(tiny(path, horizon=(6,), **changes), tmp_path / "alone")
+    assert_same_run(inner[1], tmp_path / "alone")
     rows = records(tmp_path / "study" / "results.csv")
-    trained = [r for r in rows if r["epochs"]]
-    assert [r["horizon"] for r in trained] == ["4", "6"]
+    assert [r["horizon"] for r in rows if r["epochs"]] == ["4", "6"]
     assert len(rows) == 2 + 2 * 3
     assert (tmp_path / "study" / "figure.png").exists()
-    assert "mine.csv, 6, GSH + U-Hop" in capsys.readouterr().out
+    assert f"mine.csv, 6, {arm}" in capsys.readouterr().out
 
 
 def test_numbers_of_the_paper_are_beside_ours():
@@ -187,24 +177,20 @@ def test_numbers_of_the_paper_are_beside_ours():
     assert [signs.count(s) for s in (1, 0, -1)] == [7, 1, 4]  # wins, ties, losses
 
 
-ARMS_TO_BUILD = ("MHM", "Sparse MHM + U-Hop", "entmax", "GSH, matched size")
-
-
-@pytest.mark.parametrize("arm", ARMS_TO_BUILD)
-def test_arms(finished, arm):
-    path, _ = finished
+@pytest.mark.parametrize(
+    "arm, separation, kernel",
+    [
+        ("Sparse MHM + U-Hop", "Sparsemax", True),
+        pytest.param("MHM", "Softmax", False, marks=pytest.mark.slow),
+        pytest.param("GSH, matched size", "Entmax", False, marks=pytest.mark.slow),
+    ],
+)
+def test_arms(path, arm, separation, kernel):
     study = Forecasting(tiny(path, arms=(arm,)))
     (cell,) = study.cells()
-    trainer = study.trainer(cell)
-    assert trainer.has_kernels == ("U-Hop" in arm)
-    layer = trainer.task.build(nnx.Rngs(0)).encoder[0].time
-    assert (
-        type(layer.separation)
-        .__name__.lower()
-        .startswith(
-            {"MHM": "softmax", "Sparse MHM + U-Hop": "sparsemax"}.get(arm, "entmax")
-        )
-    )
+    layer = study.task(cell).build(nnx.Rngs(0)).encoder[0].time
+    assert type(layer.separation).__name__ == separation
+    assert (layer.kernel is not None) == kernel
 
 
 @pytest.mark.parametrize("variant", config_module("time_series").VARIANTS)
@@ -214,8 +200,8 @@ def test_every_variant_has_known_arms(variant):
         assert set(config_of("time_series", variant).arms) <= set(ARMS)
 
 
-def test_learning_rate_is_halved_after_the_epochs_of_the_schedule(finished):
-    study = Forecasting(tiny(finished[0]))
+def test_learning_rate_is_halved_after_the_epochs_of_the_schedule(path):
+    study = Forecasting(tiny(path))
     optimizer = study.optimizer(10)
     state = optimizer.init(jnp.ones(1))
     rates = []
@@ -225,21 +211,6 @@ def test_learning_rate_is_halved_after_the_epochs_of_the_schedule(finished):
     np.testing.assert_allclose(
         [rates[i] / rates[0] for i in (19, 21, 39, 41)], [1, 0.5, 0.5, 0.25], rtol=1e-4
     )
-
-
-def test_baselines_see_the_same_windows(finished):
-    path, run = finished
-    series = data.series(str(path))
-    where = data.borders(str(path), 100)
-    splits = data.splits(series.values, where, in_len=12, out_len=4)
-    wanted = baselines.evaluate(
-        baselines.baselines(splits.train, period=series.period), splits.test
-    )
-    for row, expected in zip(records(run / "results.csv"), wanted, strict=False):
-        assert (row["arm"], float(row["test_mse"])) == (
-            expected["method"],
-            pytest.approx(expected["mse"]),
-        )
 
 
 WRONG = [
@@ -253,14 +224,13 @@ WRONG = [
     ({"train.clip": 0.0}, "train.clip must be positive"),
     ({"model.preset": "mine"}, "unknown preset 'mine'"),
     ({"data.split": (0.5, 0.5)}, "a split is three fractions"),
-    ({"eval_only": True}, "there is no checkpoint in .*; train first"),
 ]
 
 
 @pytest.mark.parametrize("changes, message", WRONG)
-def test_wrong_configs_say_why_and_write_nothing(finished, tmp_path, changes, message):
+def test_wrong_configs_say_why_and_write_nothing(path, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        train_and_evaluate(tiny(finished[0], **changes), tmp_path / "run")
+        train_and_evaluate(tiny(path, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

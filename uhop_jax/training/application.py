@@ -70,6 +70,11 @@ class Application(abc.ABC):
             seeds=self.seeds(cell),
         )
 
+    def check(self) -> None:
+        """Speaks up about data and models before anything is trained or written."""
+        for cell in self.cells():
+            self.task(cell)
+
     def seeds(self, cell: Cell) -> tuple[int, ...]:
         """What is trained side by side in a cell."""
         del cell

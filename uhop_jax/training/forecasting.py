@@ -104,6 +104,14 @@ class Forecasting(Application):
             raise ValueError("data.name, horizon and arms must each name at least one")
         return found
 
+    def check(self) -> None:
+        """Loads all series, and tries each arm with the first of them."""
+        for name, horizon in itertools.product(self._names(), self.config.horizon):
+            self._loaded(name, horizon)
+        first = self.cells()[0]
+        for arm in self.config.arms:
+            self.task(first._replace(arm=arm))
+
     def seeds(self, cell: Any) -> tuple[int, ...]:
         return (cell.seed,)
 

@@ -49,14 +49,14 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
         for cell in cells:
             print(_judged(study, cell, directories[cell]))
         return
+    study.check()
     if len(cells) > 1:
         records.claim(_fixed(study), workdir)
-    trainers = {cell: study.trainer(cell) for cell in cells}  # errors come early
     rows = study.untrained()
     histories: dict[Any, Rows] = {}
     chief = jax.process_index() == 0
     for cell in cells:
-        trainer, directory = trainers.pop(cell), directories[cell]
+        trainer, directory = study.trainer(cell), directories[cell]
         records.claim(_fixed(study, cell), directory)
         began = time.monotonic()
         histories[cell] = train(
