@@ -74,8 +74,8 @@ SHAPES = [
     {"series": 1},
     {"in_len": 3},
     {"in_len": 20, "scales": 2},
-    {"in_len": 20, "scales": 3, "merge": 4},
-    {"in_len": 20, "scales": 4, "merge": 1},
+    pytest.param({"in_len": 20, "scales": 3, "merge": 4}, marks=pytest.mark.slow),
+    pytest.param({"in_len": 20, "scales": 4, "merge": 1}, marks=pytest.mark.slow),
     {"preset": "released", "in_len": 13, "scales": 2},
     {"separation": "softmax", "dtype": jnp.float32},
 ]
@@ -172,7 +172,7 @@ def test_a_layer_is_the_double_loop(alpha):
     )
 
 
-@pytest.mark.parametrize("alpha", [1 + 1e-9, 1.2, 1.5, 1.9, 2 - 1e-9])
+@pytest.mark.parametrize("alpha", [1 + 1e-9, 1.5, 2 - 1e-9])
 def test_gradient_of_alpha(alpha):
     layer = small(alpha_start=0.0).encoder[0].time
     raw = math.log((alpha - 1) / (2 - alpha))
@@ -308,11 +308,12 @@ def test_tune_and_play_memory():
         mixed.pseudo_labels(x), model.pseudo_labels(x), rtol=1e-4, atol=1e-5
     )
     model.gate[...] = jnp.ones_like(model.gate[...])
-    assert np.abs(model(x) - backbone(x)).max() > 1e-3
 
+    @nnx.jit
     def loss(model):
         return jnp.square(model(x)).sum()
 
+    assert abs(loss(model) - jnp.square(backbone(x)).sum()) > 1e-3
     moved = {
         path[0]
         for path, g in nnx.to_flat_state(nnx.grad(loss)(model))
