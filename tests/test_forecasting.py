@@ -146,9 +146,8 @@ def test_a_study_goes_on_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm, 
         patch.setattr(Trainer, "advance", interrupted)
         train_and_evaluate(two, tmp_path / "study")
     inner = sorted(p for p in (tmp_path / "study").iterdir() if p.is_dir())
-    assert ["horizon_4" in inner[0].name, "horizon_6" in inner[1].name] == [True] * 2
-        True
-    ] * 2
+    for horizon, directory in zip((4, 6), inner, strict=True):
+        assert f"horizon_{horizon}" in directory.name
     assert not (inner[1] / "test.csv").exists()
     times = (inner[0] / "metrics.csv").stat().st_mtime_ns
     train_and_evaluate(two, tmp_path / "study")
