@@ -152,6 +152,8 @@ OPTIONS = {
     "normalize_pattern": (True, {}),
     "bias_pattern": (True, {}),
     "zero_memory": (True, {}),
+    "weight_init": (nnx.initializers.zeros, {}),
+    "bias_init": (nnx.initializers.ones, {}),
     "dropout": (0.5, {}),
     "dtype": (jnp.bfloat16, {}),
     "param_dtype": (jnp.float64, {}),

@@ -128,7 +128,7 @@ def test_the_best_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
         np.mean([float(r["test_accuracy"]) for r in rows if r["epoch"] == epoch])
         for epoch in "12"
     ]
-    assert f"accuracy {max(means):.3g}" in printed and "20 test images" in printed
+    assert f"accuracy {max(means):.3g}" in printed and "20 test examples" in printed
 
     images = labelled_images("digits", split="test")
     for number in range(3):
@@ -241,7 +241,7 @@ WRONG = [
     ({"stage_one.rate": -0.1}, "stage_one.rate must be positive"),
     ({"seeds": ()}, "seeds must name at least one seed"),
     ({"eval_only": True}, "there is no checkpoint in .*; train first"),
-    ({"predict": "nothing.png"}, "predict: no such image or folder: nothing.png"),
+    ({"predict": "nothing.png"}, "predict: no such file or folder: nothing.png"),
 ]
 
 

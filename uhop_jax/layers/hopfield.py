@@ -25,6 +25,7 @@ from uhop_jax.separation import (
 from uhop_jax.similarity import Dot
 
 VALUES = ("keys", "direct")
+Initializer = Callable[..., Array]
 
 
 class Hopfield(nnx.Module):
@@ -56,6 +57,8 @@ class Hopfield(nnx.Module):
       static: no projections at all: retrieval as the functional core does it. One head.
       project_out: apply the output projection.
       use_bias: biases in the projections.
+      weight_init: of the weights of the projections.
+      bias_init: of their biases.
       normalize_state: LayerNorm of the states that come in.
       normalize_memory: LayerNorm of the memories.
       normalize_value: LayerNorm of direct values.
@@ -93,6 +96,8 @@ class Hopfield(nnx.Module):
         static: bool = False,
         project_out: bool = True,
         use_bias: bool = True,
+        weight_init: Initializer = nnx.initializers.lecun_normal(),
+        bias_init: Initializer = nnx.initializers.zeros,
         normalize_state: bool = False,
         normalize_memory: bool = False,
         normalize_value: bool = False,
@@ -220,6 +225,8 @@ class Hopfield(nnx.Module):
                     out,
                     axis=axis,
                     use_bias=use_bias,
+                    kernel_init=weight_init,
+                    bias_init=bias_init,
                     dtype=dtype,
                     param_dtype=param_dtype,
                     rngs=rngs,

@@ -108,6 +108,7 @@ class STanHop(nnx.Module):
                 "separation": Entmax(1.5) if separation is None else separation,
                 "learn_alpha": separation is None,
                 "kernel": kernel,
+                "weight_init": nnx.initializers.zeros,  # until all are drawn at once
                 **dtypes,
             },
             alpha_start=alpha_start,
@@ -122,7 +123,7 @@ class STanHop(nnx.Module):
             return Block(layers, mlp_size, pooled, sets, dropout)
 
         segments = -(-in_len // segment)
-        self.embed = nnx.Linear(segment, size, rngs=rngs, **dtypes)
+        self.embed = layers.linear(segment, size)
         self.positions = _normal((series, segments, size), param_dtype, rngs)
         self.norm = layers.norm()
         lengths = [segments]
@@ -243,7 +244,10 @@ class _Builder:
         )
 
     def linear(self, size_in: int, size_out: int) -> nnx.Linear:
-        return nnx.Linear(size_in, size_out, rngs=self.rngs, **self.dtypes)
+        zeros = nnx.initializers.zeros
+        return nnx.Linear(
+            size_in, size_out, kernel_init=zeros, rngs=self.rngs, **self.dtypes
+        )
 
     def mlp(self, hidden: int) -> "MLP":
         return MLP(self.linear(self.size, hidden), self.linear(hidden, self.size))
@@ -527,17 +531,24 @@ class _UnitLength(nnx.Module):
 
 
 def _start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
-    """Draws weights and biases from `U(-1, 1) / sqrt(inputs)`, as PyTorch does."""
+    """Draws weights and biases from `U(-1, 1) / sqrt(inputs)`, as PyTorch does.
+
+    All in one draw, which is compiled once; until then they are zero.
+    """
+    found = []
     for _, node in nnx.iter_modules(module):
         if isinstance(node, (nnx.Linear, nnx.LinearGeneral)):
             inputs = node.in_features
             number = inputs if isinstance(inputs, int) else math.prod(inputs)
-            bound = number**-0.5
-            for variable in filter(None, (node.kernel, node.bias)):
-                value = variable[...]
-                variable[...] = jax.random.uniform(
-                    rngs.params(), value.shape, value.dtype, -bound, bound
-                )
+            parts = filter(None, (node.kernel, node.bias))
+            found += [(variable, number**-0.5) for variable in parts]
+    total = sum(variable.size for variable, _ in found)
+    draw = jax.random.uniform(rngs.params(), (total,), minval=-1.0)
+    first = 0
+    for variable, bound in found:
+        value = draw[first : first + variable.size].reshape(variable.shape)
+        variable[...] = (bound * value).astype(variable.dtype)
+        first += variable.size
 
 
 def _normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> nnx.Param:

@@ -1,7 +1,9 @@
 """Checkpoints of a run: asynchronous, the latest and the best kept, damage survived."""
 
+import json
 import logging
 import math
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +48,7 @@ class Checkpoints:
             # Without these, metrics are not written, and the best is the latest.
             judged = {"best_fn": value, "best_mode": "min" if least else "max"}
         self.directory, self.metric, self.least = directory, metric, least
+        _remove_unreadable(directory)
         self._manager = ocp.CheckpointManager(
             directory.absolute(),
             item_handlers=ocp.StandardCheckpointHandler(),
@@ -119,6 +122,21 @@ class Checkpoints:
         if stored is not None:
             _check_shapes(self.directory / str(step), stored, like)
         return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+
+
+def _remove_unreadable(directory: Path) -> None:
+    """Checkpoints whose metrics are damaged, at which a manager would stop."""
+    for path in sorted(directory.glob("*/metrics/metrics")):
+        try:
+            json.loads(path.read_text())
+        except ValueError:
+            step = path.parent.parent
+            warnings.warn(
+                f"checkpoint {step.name} in {directory} is damaged, going back to the "
+                "one before",
+                stacklevel=3,
+            )
+            shutil.rmtree(step)
 
 
 class _OtherModel(Exception):

@@ -210,8 +210,6 @@ class Trainer:
     def init(self) -> TrainState:
         """The state before the first step."""
 
-        @jax.jit
-        @jax.vmap
         def build(key: Array) -> TrainState:
             model = self.task.build(nnx.Rngs(jax.random.fold_in(key, INIT)))
             _, kernels, rest = nnx.split(model, KernelParam, ...)  # type: ignore[misc]
@@ -219,7 +217,9 @@ class Trainer:
             learned = (kernels, rest) if self._task_moves_kernels else rest
             return TrainState(kernels, rest, self.optimizer.init(learned), {})
 
-        state = build(self.keys)
+        # Not under `jax.jit`, where each draw of a start value would be compiled anew.
+        states = [build(self.keys[i]) for i in range(len(self.seeds))]
+        state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
         return self.place(state._replace(sums=self.no_sums()))
 
     def no_sums(self) -> dict[str, Array]:

@@ -78,6 +78,9 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
 
 def _judged(study: Application, cell: Cell, directory: Path) -> str:
     """What the best checkpoint of a run says of `config.predict`, or scores."""
+    given = study.config.predict
+    if given and not Path(given).exists():
+        raise ValueError(f"predict: no such file or folder: {given}")
     trainer = study.trainer(cell)
     step, state = best_state(trainer, study.goal(), directory)
     if study.config.predict:

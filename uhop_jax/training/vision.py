@@ -211,8 +211,6 @@ class Vision(Application):
         """Writes `predictions.csv`: class and probability of each image."""
         del cell
         path, train = Path(self.config.predict), self.images["train"]
-        if not path.exists():
-            raise ValueError(f"predict: no such image or folder: {path}")
         files = picture_files(path) if path.is_dir() else [path]
         pictures, shape = read_pictures(files), train.raw.shape[1:]
         if pictures.shape[1:] != shape:
