@@ -123,8 +123,8 @@ def leads(rows: Rows, others: Sequence[str]) -> tuple[str, float]:
 
 
 def _place(where: tuple) -> str:
-    _, memories, kind, level = where
-    return f"M = {memories}, {kind} {level:g}"
+    data, memories, kind, level = where
+    return f"{data}, M = {memories}, {kind} {level:g}"
 
 
 def margins(rows: Rows, number: int) -> list[float]:
@@ -188,7 +188,7 @@ def single_step(results: Results) -> Judged:
 
 def near_limit(results: Results) -> Judged:
     """In what share of cells U-Hop is near the posterior mean."""
-    (rows,) = [split(results)[1]]
+    rows = split(results)[1]
     near, worst, cells = 0, "", errors(rows)
     for where, cell in cells.items():
         mine = cell[best(cell, uhops(cell))]
