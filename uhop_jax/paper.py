@@ -28,3 +28,27 @@ FORECASTS = {
     ("wth", 336): Forecast((0.523, 0.539), (0.523, 0.539)),
     ("wth", 720): Forecast((0.601, 0.609), (0.603, 0.589)),
 }
+
+
+class Accuracy(NamedTuple):
+    """A cell pair of "Model maximal training accuracy and test accuracy" [tab:img-cls].
+
+    Percent, each `(maximal training accuracy, test accuracy)`.
+    """
+
+    plain: tuple[float, float]
+    uhop: tuple[float, float]
+
+
+#: By data set and model.
+ACCURACIES = {
+    ("cifar10", "MHM"): Accuracy((56.0, 52.2), (64.6, 55.2)),
+    ("cifar10", "Sparse MHM"): Accuracy((55.9, 52.0), (66.4, 55.4)),
+    ("cifar100", "MHM"): Accuracy((32.3, 26.3), (44.1, 28.7)),
+    ("cifar100", "Sparse MHM"): Accuracy((49.6, 26.0), (45.4, 29.0)),
+    ("tiny_imagenet", "MHM"): Accuracy((48.9, 12.2), (61.4, 12.7)),
+    ("tiny_imagenet", "Sparse MHM"): Accuracy((17.2, 12.3), (60.6, 12.5)),
+}
+
+#: Average margins that the introduction and the conclusion state [sec:intro].
+RETRIEVAL_MARGIN, LEARNING_MARGIN = 0.30, 0.03

@@ -1,0 +1,157 @@
+"""The reproduction report follows from its files, and its verdicts from its numbers."""
+
+import ast
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from uhop_jax.command_line import load_config
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import claims  # noqa: E402
+import reproduction  # noqa: E402
+import theorems  # noqa: E402
+from theorems import FAILS, HOLDS, PARTLY, UNTESTED  # noqa: E402
+
+VERDICTS = (HOLDS, PARTLY, FAILS, UNTESTED)
+# Theorems, lemmas, figures and tables of the paper, but for the notation.
+LABELS = """
+lemma:retrieval_dyn lemma:convergence lem:help-conv lem:converge-gd thm:exact
+coro:exact_coro thm:perfect_kernel def:stored_and_retrieved def:max-loss
+dfn:separation-loss eqn:error_bound_exp fig:mem-contribution fig:ret-error
+fig:kernel-epoch fig:expresivenss fig:cifar100-main fig:ret-error-sep-loss
+mnist-avg-max-epoch cifar-avg-max-epoch fig:mem-ret-big fig:cifar10-max fig:cifar100-max
+fig:cifar10-nax fig:cifar10-1000 fig:cifar10-50000 fig:cifar100-1000 fig:cifar100-50000
+fig:tiny-1000 fig:tiny-Full tab:img-cls table:time-series abstract sec:intro
+""".split()
+
+
+def rows_of(page):
+    """Cells of every row of the tables whose verdict is in bold."""
+    lines = [line for line in page.splitlines() if line.startswith("| `")]
+    return [line.strip("| ").split(" | ") for line in lines]
+
+
+def test_the_page_is_what_the_files_say():
+    assert reproduction.REPORT.read_text() == reproduction.report()
+
+
+def test_every_row_has_a_verdict_and_every_label_a_row():
+    rows = rows_of(reproduction.report())
+    for row in rows:
+        assert row[-2].strip("*") in VERDICTS, row
+        if row[-2] == f"**{UNTESTED}**":
+            assert row[-1].strip("- ") or row[2] != "-", row
+    labels = {label.strip("`") for row in rows for label in row[0].split()}
+    assert set(LABELS) <= labels
+    assert all(claim.studies or claim.missing for claim in reproduction.CLAIMS)
+
+
+def test_a_number_of_the_page_is_that_of_its_file():
+    rows = reproduction.read("cifar_paper")
+    accuracies = [r["test_accuracy"] for r in rows if r["arm"] == "MHM"]
+    mean = 100 * sum(accuracies) / len(accuracies)
+    (row,) = [r for r in rows_of(reproduction.report()) if "52.2 %" in r[1]]
+    assert float(row[3].split()[0]) == pytest.approx(mean, abs=0.05)
+
+
+@pytest.mark.parametrize("name", reproduction.STUDIES)
+def test_a_result_file_is_of_the_command_that_is_printed(name):
+    path = reproduction.RESULTS / f"{name}.json"
+    script, config, *flags = shlex.split(reproduction.STUDIES[name].command)
+    module, variant = Path(config.split("=")[1]).name.split(".py:")
+    changes = {}
+    for flag in flags:
+        key, text = flag.removeprefix("--config.").split("=", 1)
+        try:
+            changes[key] = ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            changes[key] = text
+    asked = json.loads(
+        load_config(module, variant, changes=changes).to_json_best_effort()
+    )
+    assert (ROOT / script).exists()
+    if not path.exists():
+        return
+    text = path.read_text()
+    assert "/tmp" not in text and "dir" not in json.loads(text)["data"]
+    kept = json.loads(text)
+    if not asked.get("stage_one", {}).get("steps"):
+        del kept["stage_one"]["steps"]  # the paper's, filled in by the run
+    for key, value in kept.items():
+        if isinstance(value, dict):
+            assert value == {k: asked[key][k] for k in value}, key
+        else:
+            assert value == asked[key], key
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (claims.of_shares([1.0, 0.9]), HOLDS),
+        (claims.of_shares([1.0, 0.2]), PARTLY),
+        (claims.of_shares([0.4]), FAILS),
+        (claims.of_values([0.8, 0.2], 0.7, 0.3), PARTLY),
+        (claims.of_values([0.1, -0.2], 0.7, 0.3), FAILS),
+        (claims.of_gain(3.0, 0.5, 3.0), HOLDS),
+        (claims.of_gain(1.2, 0.5, 3.0), PARTLY),
+        (claims.of_gain(3.0, float("inf"), 3.0), FAILS),
+        (claims.worst([HOLDS, FAILS]), PARTLY),
+        (theorems.of_counts(3, 3), HOLDS),
+        (theorems.of_counts(0, 3), FAILS),
+    ],
+)
+def test_verdicts_follow_from_numbers(found, verdict):
+    assert found == verdict
+
+
+def synthetic(uhop):
+    """Two memory sets of one cell."""
+    cell = {"data": "x", "protocol": "paper", "memories": 100, "corruption": "mask"}
+    cell |= {"level": 0.5}
+    named = [("MHM", "", 1.0), ("l1", "", 0.8), ("U-Hop", "N=1", uhop)]
+    return [
+        cell | {"method": name, "setting": setting, "error": error + 0.01 * run}
+        for name, setting, error in named
+        for run in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("uhop", "verdict"), [(0.5, HOLDS), (0.9, FAILS)])
+def test_claims_on_synthetic_numbers(uhop, verdict):
+    rows = synthetic(uhop)
+    assert claims.single_step({"a": rows}).verdict == verdict
+    claim = claims.Claim(("x",), "", ("a", "b"), claims.least_error, "")
+    found = claims.judged(claim, {"a": rows, "b": rows})
+    assert found.verdict == verdict and f"U-Hop {uhop + 0.005:.3g}" in found.paper
+    capped = claims.judged(claim, {"a": rows, "b": []})  # a study is missing
+    assert capped.verdict == (PARTLY if verdict == HOLDS else FAILS)
+    assert claims.judged(claim, {"a": [], "b": []}).verdict == UNTESTED
+
+
+def test_forecasts_wait_for_their_file():
+    judge = claims.forecast("etth1", 96)
+    row = {"data": "etth1", "horizon": 96, "test_mae": 0.4}
+    rows = [
+        row | {"arm": arm, "test_mse": 0.39 + 0.001 * seed - 0.02 * (arm != "GSH")}
+        for arm in ("GSH", "GSH + U-Hop")
+        for seed in (0, 1, 2)
+    ]
+    assert judge({"etth1": rows}).verdict == PARTLY  # MSE lower, MAE the same
+    assert judge({"etth1": rows[:3]}).verdict == UNTESTED
+
+
+@pytest.mark.parametrize(
+    "check", [theorems.rates, theorems.folded, theorems.on_the_sphere]
+)
+def test_exact_cases_are_those_of_the_file(check):
+    names = (reproduction.THEOREMS, reproduction.CORRECTED)
+    kept = [
+        theorems.Finding(**row) for name in names for row in reproduction.read(name)
+    ]
+    assert check() in kept
