@@ -126,6 +126,7 @@ STUDIES = {
     ),
     "cifar_paper": Study(
         "train.py --config=configs/vision.py:cifar10 --config.seeds='(0,1,2)' "
+        "--config.stage_one.epochs=50 "
         '--config.arms=\'("MHM","MHM + U-Hop")\'',
         "20 minutes",
     ),
