@@ -133,6 +133,7 @@ STUDIES = {
     "patches": Study(
         "train.py --config=configs/vision.py:patches --config.seeds='(0,1,2)' "
         "--config.sizes='(5000,)' --config.patches='(8,)' --config.train.epochs=10 "
+        "--config.model.depth=2 "
         '--config.arms=\'("MHM","MHM + U-Hop","MHM + kernel by task")\'',
         "15 minutes",
     ),
