@@ -126,12 +126,14 @@ STUDIES = {
     ),
     "cifar_paper": Study(
         "train.py --config=configs/vision.py:cifar10 --config.seeds='(0,1,2)' "
+        "--config.stage_one.epochs=50 "
         '--config.arms=\'("MHM","MHM + U-Hop")\'',
         "20 minutes",
     ),
     "patches": Study(
         "train.py --config=configs/vision.py:patches --config.seeds='(0,1,2)' "
         "--config.sizes='(5000,)' --config.patches='(8,)' --config.train.epochs=10 "
+        "--config.model.depth=2 "
         '--config.arms=\'("MHM","MHM + U-Hop","MHM + kernel by task")\'',
         "15 minutes",
     ),
