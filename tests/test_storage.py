@@ -17,6 +17,7 @@ from uhop_jax import (
     LikelihoodKernel,
     LinearKernel,
     LowRankKernel,
+    Memory,
     Mask,
     Noise,
     Polynomial,
@@ -81,6 +82,9 @@ OBJECTS = {
     "mask": lambda dtype: Mask(jnp.asarray(0.3, dtype), known=True),
     "noise": lambda dtype: Noise(0.2, low=None, high=2.5, kind="norm"),
     "calibration": calibration,
+    "memory": lambda dtype: Memory.empty(3, dtype=dtype).add(draw(2, 3, dtype=dtype))[
+        0
+    ],
     "tuple": lambda dtype: (Softmax(), None, (True, 3, 0.1, "text")),
 }
 OBJECTS |= {name: lambda dtype, cls=cls: cls() for name, cls in SEPARATIONS.items()}

@@ -51,6 +51,11 @@ CASES = [(s, Dot()) for s in SEPARATIONS] + [
 ]
 
 
+def slow(*case):
+    """A combination of what others cover."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def label(x):
     return type(x).__name__
 
@@ -85,7 +90,7 @@ def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
         np.testing.assert_array_equal(found.nearest[best > 0], index[best > 0])
 
 
-@pytest.mark.parametrize("block", [1, 7, 100, 101, 1000, None])
+@pytest.mark.parametrize("block", [7, 101, None, *map(slow, (1, 100, 1000))])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_any_block(block, on_host):
     memories = MEMORIES if on_host else jnp.asarray(MEMORIES)
@@ -98,7 +103,11 @@ def test_any_block(block, on_host):
 
 @pytest.mark.parametrize(
     ("separation", "similarity"),
-    [c for i, c in enumerate(CASES) if i != 5],
+    [
+        slow(*c) if i in (1, 3, 4, 9, 10, 11) else c
+        for i, c in enumerate(CASES)
+        if i != 5
+    ],
     ids=label,
 )
 def test_gradients_equal_those_of_direct_retrieval(separation, similarity):
@@ -132,7 +141,7 @@ def test_gradients_equal_those_of_direct_retrieval(separation, similarity):
 
 
 @every_dtype
-@pytest.mark.parametrize("separation", SEPARATIONS, ids=label)
+@pytest.mark.parametrize("separation", [*SEPARATIONS[:4], *map(slow, SEPARATIONS[4:])])
 def test_dtypes(separation, dtype):
     memories, query = (jnp.asarray(x, dtype) for x in (MEMORIES, QUERY))
     found = retrieve_streamed(
