@@ -127,10 +127,9 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
         study.predict(cell, trainer, state, run)
 
 
-@pytest.mark.parametrize(  # that it ends bit for bit the same is slow to see
-    "arm, alone", [("MHM", False), pytest.param("GSH", True, marks=pytest.mark.slow)]
-)
-def test_a_study_goes_on_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm, alone):
+@pytest.mark.slow  # four runs; `test_train_script.py` interrupts the same loop
+@pytest.mark.parametrize("arm", ["MHM", "GSH"])
+def test_a_study_goes_on_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm):
     """Interrupted within its second horizon, it ends as one that was not."""
     changes = {"arms": (arm,), "train.checkpoint_seconds": 0.0}
     two = tiny(path, horizon=(4, 6), **changes)
@@ -152,9 +151,8 @@ def test_a_study_goes_on_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm, 
     times = (inner[0] / "metrics.csv").stat().st_mtime_ns
     train_and_evaluate(two, tmp_path / "study")
     assert (inner[0] / "metrics.csv").stat().st_mtime_ns == times
-    if alone:
-        train_and_evaluate(tiny(path, horizon=(6,), **changes), tmp_path / "alone")
-        assert_same_run(inner[1], tmp_path / "alone")
+    train_and_evaluate(tiny(path, horizon=(6,), **changes), tmp_path / "alone")
+    assert_same_run(inner[1], tmp_path / "alone")
     rows = records(tmp_path / "study" / "results.csv")
     assert [r["horizon"] for r in rows if r["epochs"]] == ["4", "6"]
     assert len(rows) == 2 + 2 * 3

@@ -245,6 +245,7 @@ def test_kernels():
         assert bool((slope[...] != 0).any()) == is_kernel, path
 
 
+@pytest.mark.slow  # most of a minute
 def test_a_small_model_overfits():
     options = {"size": 32, "mlp_size": 64, "num_heads": 4, "segment": 6, "dropout": 0.0}
     model = STanHop(2, 24, 24, pooled=3, rngs=nnx.Rngs(0), **options)
