@@ -100,7 +100,8 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
             config.window = 96
             config.model.size = 64
             config.model.mlp_size = 128
-            config.train.epochs = 6
+            config.model.dropout = 0.0
+            config.train.epochs = 3
             config.train.learning_rate = 1e-3
         case "table":
             config.data.name = "etth1,ettm1,wth"
