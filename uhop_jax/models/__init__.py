@@ -1,6 +1,7 @@
 """Models made of Hopfield layers."""
 
-from uhop_jax.models.stanhop import STanHop, TuneAndPlay
+from uhop_jax.models.stanhop import STanHop
+from uhop_jax.models.tune_and_play import TuneAndPlay
 from uhop_jax.models.vision import ViH, VisionHopfield
 
 __all__ = ["STanHop", "TuneAndPlay", "ViH", "VisionHopfield"]
