@@ -21,7 +21,7 @@ from uhop_jax import (
     retrieve,
     retrieve_streamed,
 )
-from uhop_jax.streaming import _short_exp2
+from uhop_jax.streaming._passes import _short_exp2
 
 COUNT, D = 101, 6  # odd: no block divides it
 

@@ -1,0 +1,249 @@
+"""Streamed retrieval from an array on the device: compiled loops, and gradients."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from uhop_jax._checks import (
+    as_floating,
+    check_finite,
+)
+from uhop_jax._products import weigh
+from uhop_jax.separation import (
+    Entmax,
+    Sparsemax,
+    TopK,
+)
+from uhop_jax.streaming._passes import (
+    GROUPS,
+    Model,
+    Plan,
+    Tile,
+    average,
+    check_values,
+    run_queries,
+    weights_of,
+)
+
+
+class Stored(NamedTuple):
+    """An array on the device, as a source."""
+
+    memories: Array
+    values: Array | None
+    mask: Array | None
+
+    @classmethod
+    def of(cls, memories: Any, values: Any, mask: Any) -> "Stored":
+        memories = as_floating(memories, "memories")
+        if memories.ndim != 2:
+            raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
+        count = memories.shape[0]
+        if mask is not None:
+            mask = jnp.asarray(mask)
+            if mask.dtype != jnp.bool_ or mask.shape != (count,):
+                raise ValueError(
+                    f"mask must be boolean of shape ({count},), got {mask.dtype} of "
+                    f"shape {mask.shape}"
+                )
+        valid = None if mask is None else mask[:, None]
+        check_finite("memories", memories, valid)
+        if values is not None:
+            values = as_floating(values, "values")
+            check_values(values.shape, memories.shape)
+            check_finite("values", values, valid)
+        return cls(memories, values, mask)
+
+    @property
+    def sample(self) -> Array:
+        return self.memories
+
+    @property
+    def more(self) -> tuple[Array, ...]:
+        return () if self.values is None else (self.values,)
+
+    @property
+    def length(self) -> int:
+        return self.memories.shape[0]
+
+    def run(self, plan: Plan, model: Model, query: Array) -> tuple[Array, ...]:
+        return _run_on_device(plan, model, query, self)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _run_on_device(plan: Plan, model: Model, query: Array, stored: Stored):
+    driver = _OnDevice(plan, stored)
+    count, size = query.shape[0], plan.queries
+    if count <= size:
+        return run_queries(driver, plan, model, query)
+    parts = query, model.beta, model.separation
+
+    def split(x: Array) -> Array:
+        widths = ((0, -count % size), *(((0, 0),) * (x.ndim - 1)))
+        return jnp.pad(x, widths, mode="edge").reshape(-1, size, *x.shape[1:])
+
+    def block(parts):
+        query, beta, separation = parts
+        return run_queries(
+            driver, plan, Model(model.similarity, separation, beta), query
+        )
+
+    found = lax.map(block, jax.tree.map(split, parts))
+    return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in found)
+
+
+class _OnDevice:
+    """Passes over an array inside of a compiled program."""
+
+    repeat = staticmethod(lax.while_loop)
+
+    @staticmethod
+    def when(condition: Array, run: Callable[[], Any], otherwise: Any) -> Any:
+        return lax.cond(condition, run, lambda: otherwise)
+
+    def __init__(self, plan: Plan, stored: Stored):
+        self.plan, self.stored, self.count = plan, stored, stored.length
+        self.groups = min(GROUPS, plan.tile, self.count)
+
+    def width(self, y: Array, update: bool) -> int:
+        if update:
+            return y.shape[-1]
+        values = self.stored.values
+        return (self.stored.memories if values is None else values).shape[-1]
+
+    def fold(self, step, model, y, extra, carry, update, active=None):
+        del active  # shapes are fixed
+        stored, plan = self.stored, self.plan
+        model, y, stored = lax.stop_gradient((model, y, stored))
+        arguments = model, y, extra, carry
+        return fold_tiles(
+            step, plan.tile, plan.dtype, arguments, stored, update, self.count
+        )
+
+    def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Array]:
+        if isinstance(model.separation, TopK):
+            return average(self, model, y, update)
+        out, threshold = _differentiable(self.plan, update, model, y, self.stored)
+        return out, lax.stop_gradient(threshold)
+
+    def take(self, index: Array) -> tuple[Array, Array | None]:
+        stored = jax.tree.map(lambda x: x[index], self.stored._replace(mask=None))
+        return jax.tree.map(
+            lambda x: x.astype(self.plan.dtype), (stored.memories, stored.values)
+        )
+
+
+def fold_tiles(
+    step, size: int, dtype: Any, arguments: Any, stored: Stored, update: bool, count
+) -> Any:
+    """Calls `step` on the first `count` memories, a tile of `size` at a time."""
+    model, y, extra, carry = arguments
+    size = min(size, stored.memories.shape[0])
+
+    def call(carry: Any, start: Array, inside: Array | None) -> Any:
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, start, size)
+
+        memories, values, mask = jax.tree.map(cut, stored)
+        if mask is not None:  # what is masked may be NaN
+            memories = jnp.where(mask[:, None], memories, jnp.zeros((), memories.dtype))
+            if values is not None:
+                values = jnp.where(mask[:, None], values, jnp.zeros((), values.dtype))
+        if inside is not None:
+            mask = inside if mask is None else mask & inside
+        memories, values = jax.tree.map(lambda x: x.astype(dtype), (memories, values))
+        tile = Tile(memories, values, mask, start)
+        return step(model, y, extra, carry, tile, update)
+
+    def last(carry: Any) -> Any:  # its first memories may have been seen already
+        begin = jnp.asarray(full * size, jnp.int32)
+        start = jnp.minimum(begin, stored.memories.shape[0] - size)
+        place = start + jnp.arange(size, dtype=jnp.int32)
+        return call(carry, start, (place >= begin) & (place < count))
+
+    full = count // size
+    carry = lax.fori_loop(0, full, lambda i, carry: call(carry, i * size, None), carry)
+    if isinstance(count, int):
+        return last(carry) if count % size else carry
+    return lax.cond(count % size > 0, last, lambda carry: carry, carry)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(plan: Plan, update: bool, model: Model, y: Array, stored):
+    return average(_OnDevice(plan, stored), model, y, update)
+
+
+def _forward(plan, update, model, y, stored):
+    out, threshold = average(_OnDevice(plan, stored), model, y, update)
+    return (out, threshold), (model, y, stored, out, threshold)
+
+
+def _backward(plan, update, residuals, cotangents):
+    r"""Gradients of :math:`\sum_\mu p_\mu v_\mu`, overlaps computed again.
+
+    The threshold moves with the overlaps so that the weights keep their sum: with `a`
+    the derivative of the result's cotangent product in the threshold and `b` that of
+    the sum, every weight has one more cotangent, `-a / b`.
+    """
+    model, y, stored, out, threshold = residuals
+    g = cotangents[0]
+    driver = _OnDevice(plan, stored)
+    if isinstance(model.separation, Sparsemax | Entmax):
+        zero = jnp.zeros_like(threshold)
+        a, b = driver.fold(_slopes, model, y, (threshold, g), (zero, zero), update)
+        share = -a / jnp.where(b == 0, 1.0, b)
+    else:
+        share = -(g * out).sum(-1)
+    start = jax.tree.map(jnp.zeros_like, (model, y, stored._replace(mask=None)))
+    extra = threshold, g, share
+    by_model, by_y, by_stored = driver.fold(_pull_back, model, y, extra, start, update)
+    return by_model, by_y, by_stored
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _contribution(model, y, threshold, tile: Tile, update) -> tuple[Array, Array]:
+    """What a tile adds to the result and to the sum of the weights."""
+    keys, z = tile.overlaps(model, y)
+    p = weights_of(model.separation, z, threshold)
+    return weigh(p, tile.averaged(keys, update)).astype(y.dtype), p.sum(-1)
+
+
+def _slopes(model, y, extra, carry, tile: Tile, update):
+    threshold, g = extra
+    _, pull = jax.vjp(lambda t: _contribution(model, y, t, tile, update), threshold)
+    zero = jnp.zeros_like(threshold)
+    (a,), (b,) = pull((g, zero)), pull((jnp.zeros_like(g), zero + 1))
+    return carry[0] + a, carry[1] + b
+
+
+def _pull_back(model, y, extra, carry, tile: Tile, update):
+    threshold, g, share = extra
+    by_model, by_y, by_stored = carry
+
+    def contribution(model, y, memories, values):
+        own = tile._replace(memories=memories, values=values)
+        return _contribution(model, y, threshold, own, update)
+
+    _, pull = jax.vjp(contribution, model, y, tile.memories, tile.values)
+    of_model, of_y, of_memories, of_values = pull((g, share))
+
+    def add(whole: Array, part: Array) -> Array:
+        size = part.shape[0]
+        before = lax.dynamic_slice_in_dim(whole, tile.start, size)
+        after = before + part.astype(whole.dtype)
+        return lax.dynamic_update_slice_in_dim(whole, after, tile.start, 0)
+
+    by_stored = Stored(
+        add(by_stored.memories, of_memories),
+        None if of_values is None else add(by_stored.values, of_values),
+        None,
+    )
+    by_model, by_y = jax.tree.map(jnp.add, (by_model, by_y), (of_model, of_y))
+    return by_model, by_y, by_stored

@@ -1,0 +1,266 @@
+"""Streamed retrieval from blocks that the host reads: files, arrays, iterators."""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from uhop_jax._checks import (
+    as_floating,
+    is_traced,
+)
+from uhop_jax.streaming._device import Stored, fold_tiles
+from uhop_jax.streaming._passes import (
+    GROUPS,
+    Model,
+    Plan,
+    Tile,
+    average,
+    check_values,
+    online,
+    run_queries,
+    weigh_tile,
+)
+
+BLOCK_BYTES = 2**23  # of memories that the host hands over at a time
+Blocks = Callable[[], Iterator[Any]]
+
+
+class _Pieces:
+    """Rows of an array, a file or an iterator, in blocks of one size."""
+
+    def __init__(self, source: Any, name: str):
+        self.name, self.count = name, None
+        if isinstance(source, str | Path):
+            source = _mapped(source, name)
+        if callable(source):
+            self.array, self.factory = None, source
+            first = next(iter(self._iterate()), None)
+            if first is None:
+                raise ValueError(f"{name}: the iterator holds no block")
+        else:
+            first = self.array = np.asarray(source)
+            self.count = len(first) if first.ndim else 0
+        if first.ndim != 2 or not first.size:
+            raise ValueError(
+                f"{name} must have shape (n, d), one pattern per row and at least one, "
+                f"got {first.shape}"
+            )
+        if first.dtype.kind not in "biuf" and first.dtype != jnp.bfloat16:
+            raise ValueError(f"{name} must be real numbers, got dtype {first.dtype}")
+        self.sample = as_floating(np.zeros_like(first[:1]), name)
+
+    def _iterate(self) -> Iterator[np.ndarray]:
+        for piece in self.factory():
+            piece = np.asarray(piece)
+            if piece.ndim != 2:
+                raise ValueError(
+                    f"{self.name}: blocks must have shape (n, d), got {piece.shape}"
+                )
+            yield piece
+
+    def size(self, block: int | None) -> int:
+        """Rows of a block."""
+        bytes_of_row = max(self.sample.nbytes, 1)
+        rows = block or max(BLOCK_BYTES // bytes_of_row, 1)
+        return rows if self.count is None else min(rows, self.count)
+
+    def blocks(self, size: int) -> Iterator[tuple[np.ndarray, int]]:
+        """Blocks of `size` rows, the last one padded, and how many of them count."""
+        if self.array is not None:
+            for start in range(0, len(self.array), size):
+                yield _padded(np.asarray(self.array[start : start + size]), size)
+            return
+        waiting: list[np.ndarray] = []
+        held = 0
+        for piece in self._iterate():
+            while len(piece):
+                part, piece = piece[: size - held], piece[size - held :]
+                waiting.append(part.copy())  # the iterator may use its buffer again
+                held += len(part)
+                if held == size:
+                    yield np.concatenate(waiting), size
+                    waiting, held = [], 0
+        if held:
+            yield _padded(np.concatenate(waiting), size)
+
+    def take(self, index: np.ndarray, size: int) -> np.ndarray:
+        """Rows by number."""
+        if self.array is not None:
+            return np.asarray(self.array[index])
+        found = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
+        start = 0
+        for block, count in self.blocks(size):
+            here = (index >= start) & (index < start + count)
+            found[here] = block[index[here] - start]
+            start += count
+        return found
+
+
+def _padded(block: np.ndarray, size: int) -> tuple[np.ndarray, int]:
+    count = len(block)
+    if count < size:
+        block = np.pad(block, ((0, size - count), (0, 0)))
+    return block, count
+
+
+def _mapped(path: str | Path, name: str) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        raise ValueError(f"{name}: {path} is not a readable .npy file") from None
+
+
+class Read(NamedTuple):
+    """What the host reads, as a source."""
+
+    memories: _Pieces
+    values: _Pieces | None
+
+    @classmethod
+    def of(cls, memories: Any, values: Any, mask: Any) -> "Read":
+        if mask is not None:
+            raise ValueError("mask belongs to memories that are a JAX array")
+        pieces = _Pieces(memories, "memories")
+        if values is None:
+            return cls(pieces, None)
+        if isinstance(values, jax.core.Tracer):
+            raise ValueError("values are traced, but memories are read on the host")
+        others = _Pieces(values, "values")
+        if others.count is not None and pieces.count is not None:
+            width = pieces.sample.shape[-1], others.sample.shape[-1]
+            check_values((others.count, width[1]), (pieces.count, width[0]))
+        return cls(pieces, others)
+
+    @property
+    def sample(self) -> Array:
+        return self.memories.sample
+
+    @property
+    def more(self) -> tuple[Array, ...]:
+        return () if self.values is None else (self.values.sample,)
+
+    @property
+    def length(self) -> int | None:
+        return self.memories.count
+
+    def run(self, plan: Plan, model: Model, query: Array) -> tuple[Array, ...]:
+        if is_traced(query) or any(map(is_traced, jax.tree.leaves(model))):
+            raise ValueError(
+                "memories are read on the host, which jit, grad and vmap cannot do: "
+                "pass a JAX array"
+            )
+        driver = _OnHost(plan, self)
+        parts = []
+        for start in range(0, max(len(query), 1), plan.queries):
+            rows = slice(start, start + plan.queries)
+            parts.append(run_queries(driver, plan, model.take(rows), query[rows]))
+        return tuple(jnp.concatenate(x) for x in zip(*parts, strict=True))
+
+
+class _OnHost:
+    """Passes over blocks: one compiled program, the next block on its way meanwhile."""
+
+    def __init__(self, plan: Plan, source: Read):
+        self.plan, self.source, self.count = plan, source, source.length
+        self.size = source.memories.size(plan.block)
+        self.groups = min(GROUPS, plan.tile, self.size)
+
+    def width(self, y: Array, update: bool) -> int:
+        if update:
+            return y.shape[-1]
+        return (self.source.values or self.source.memories).sample.shape[-1]
+
+    def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Array]:
+        return average(self, model, y, update)
+
+    @staticmethod
+    def when(condition: Array, run: Callable[[], Any], otherwise: Any) -> Any:
+        return run() if condition else otherwise
+
+    @staticmethod
+    def repeat(unfinished, body, carry):
+        while unfinished(carry):
+            carry = body(carry)
+        return carry
+
+    def fold(self, step, model, y, extra, carry, update, active=None):
+        if active is not None:
+            active = np.flatnonzero(np.asarray(active))
+            if len(active) < len(y):
+                return self._fold_some(step, model, y, extra, carry, update, active)
+        start, run = 0, _compiled()
+        with_values = step in (online, weigh_tile) and not update
+        for memories, values, count in self._placed(with_values):
+            arguments = model, y, extra, carry
+            place = np.int32(start), np.int32(count)
+            after = run(step, self.plan, update, arguments, memories, values, *place)
+            jax.block_until_ready(carry)  # no more than two blocks wait
+            carry, start = after, start + count
+        self.count = start
+        return carry
+
+    def _fold_some(self, step, model, y, extra, carry, update, active):
+        """The queries that still matter, their number rounded up to a power of two."""
+        number = 1 << (len(active) - 1).bit_length()
+        index = np.resize(active, number)
+        y, extra, own = jax.tree.map(lambda x: x[index], (y, extra, carry))
+        found = self.fold(step, model.take(index), y, extra, own, update)
+        return jax.tree.map(
+            lambda whole, new: whole.at[active].set(new[: len(active)]), carry, found
+        )
+
+    def take(self, index: Array) -> tuple[Array, Array | None]:
+        source = self.source
+        found = [
+            None if x is None else x.take(np.asarray(index), self.size)
+            for x in (source.memories, source.values)
+        ]
+        return jax.tree.map(lambda x: jnp.asarray(x).astype(self.plan.dtype), (*found,))
+
+    def _placed(self, with_values: bool) -> Iterator[tuple[Array, Array | None, int]]:
+        source = self.source
+        values: Iterator[Any] = iter(())
+        if with_values and source.values is not None:
+            values = source.values.blocks(self.size)
+        ahead = None
+        for block, count in source.memories.blocks(self.size):
+            value = None
+            if with_values and source.values is not None:
+                value, own = next(values, (None, 0))
+                if own != count:
+                    raise ValueError("values end before the memories, or after")
+            placed = jax.device_put((block, value)), count
+            if ahead is not None:
+                yield *ahead[0], ahead[1]
+            ahead = placed
+        if next(values, None) is not None:
+            raise ValueError("values end before the memories, or after")
+        if ahead is not None:
+            yield *ahead[0], ahead[1]
+
+
+@functools.cache
+def _compiled() -> Any:
+    """`_fold_block`; on a CPU with vectors of full width, which XLA halves."""
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(
+        _fold_block,
+        static_argnames=("step", "plan", "update"),
+        compiler_options={"xla_cpu_prefer_vector_width": 512} if on_cpu else None,
+    )
+
+
+def _fold_block(step, plan, update, arguments, memories, values, start, count):
+    def shifted(model, y, extra, carry, tile: Tile, update):
+        tile = tile._replace(start=tile.start + start)
+        return step(model, y, extra, carry, tile, update)
+
+    memories, values = jax.tree.map(lambda x: x.astype(plan.dtype), (memories, values))
+    stored = Stored(memories, values, None)
+    return fold_tiles(shifted, plan.tile, plan.dtype, arguments, stored, update, count)

@@ -1,0 +1,353 @@
+"""The algorithms of streamed retrieval, each written once for both drivers."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from uhop_jax import _entmax
+from uhop_jax._checks import (
+    working_dtype,
+)
+from uhop_jax._entmax import Power, exp_and_slope, run_time_power, switch, weights_at
+from uhop_jax._products import weigh
+from uhop_jax.separation import (
+    Entmax,
+    Polynomial,
+    Separation,
+    Softmax,
+    Softmax1,
+    Sparsemax,
+    TopK,
+)
+from uhop_jax.similarity import Cosine, Dot, Similarity
+
+GROUPS = 512  # of memories, whose maxima bound a threshold
+
+
+class Plan(NamedTuple):
+    """What is static: loop lengths, sizes of blocks, and the dtype of the result."""
+
+    steps: int
+    top: int
+    tile: int
+    queries: int
+    block: int | None
+    dtype: Any
+
+
+class Model(NamedTuple):
+    """How states are compared, with a `beta` and an `alpha` for each query."""
+
+    similarity: Similarity
+    separation: Separation
+    beta: Array
+
+    def take(self, index: Any) -> "Model":
+        """That of some of the queries."""
+        separation = jax.tree.map(lambda leaf: leaf[index], self.separation)
+        return self._replace(separation=separation, beta=self.beta[index])
+
+
+class Tile(NamedTuple):
+    """Some consecutive memories, the first of them number `start`."""
+
+    memories: Array
+    values: Array | None
+    mask: Array | None
+    start: Array
+
+    def overlaps(
+        self, model: Model, y: Array, unit: float = 1.0
+    ) -> tuple[Array, Array]:
+        """Keys, and scaled overlaps `(Q, T)` in `unit`s, `-inf` where masked."""
+        keys = model.similarity.keys(self.memories)
+        scale = unit * model.beta[:, None].astype(y.dtype)
+        # Where the overlap is linear in the state, scaling that is a pass less.
+        linear = isinstance(model.similarity, Dot | Cosine) and keys.dtype == y.dtype
+        z = model.similarity.compare(keys, scale * y if linear else y)
+        if not linear:
+            z = scale * z
+        if self.mask is not None:
+            z = jnp.where(self.mask[None], z, -jnp.inf)
+        return keys, z
+
+    def averaged(self, keys: Array, update: bool) -> Array:
+        """What the weights average: an update the keys, the read-out the values."""
+        if update:
+            return keys
+        return self.memories if self.values is None else self.values
+
+
+def run_queries(
+    driver: Any, plan: Plan, model: Model, query: Array
+) -> tuple[Array, ...]:
+    """State, largest weights and their memories for a block of queries `(Q, d)`."""
+    similarity = model.similarity
+    y = similarity.state(query)
+    y = y.astype(working_dtype(y))
+    for _ in range(plan.steps - 1):
+        mean, _ = driver.average(model, y, True)
+        y = _next_state(similarity, mean).astype(y.dtype)
+    state, threshold = driver.average(model, y, False)
+    shape = y.shape[0], plan.top
+    weights, index = jnp.zeros(shape, y.dtype), jnp.zeros(shape, jnp.int32)
+    if plan.top:
+        overlaps, index = _largest(driver, model, y, plan.top)
+        weights = _top_weights(model.separation, overlaps, threshold)
+    return state.astype(plan.dtype), weights.astype(plan.dtype), index
+
+
+@jax.jit
+def _next_state(similarity: Similarity, mean: Array) -> Array:
+    """The state that follows from a weighted sum of keys: that of one such key."""
+    one = jnp.ones((1,), mean.dtype)
+    return jax.vmap(lambda key: similarity.combine(key[None], one))(mean)
+
+
+def average(driver: Any, model: Model, y: Array, update: bool) -> tuple[Array, Array]:
+    """Weighted average `(Q, v)` of keys or values, and the threshold `(Q,)`."""
+    separation = model.separation
+    if isinstance(separation, TopK):
+        return _average_of_largest(driver, model, y, update)
+    zero = jnp.zeros(y.shape[:1], y.dtype)
+    out = jnp.zeros((y.shape[0], driver.width(y, update)), y.dtype)
+    if isinstance(separation, Sparsemax | Entmax):
+        out, total, threshold = _entmax_sums(driver, model, y, (out, zero), update)
+        return _finished(separation, out, total, threshold)
+    top = zero if isinstance(separation, Softmax1 | Polynomial) else zero - jnp.inf
+    total = zero + 1 if isinstance(separation, Softmax1) else zero
+    out, total, top = driver.fold(online, model, y, (), (out, total, top), update)
+    return _finished(separation, out, total, top)
+
+
+@jax.jit
+def _finished(separation: Separation, out: Array, total: Array, top: Array):
+    """Normalised average, and the threshold, from sums that refer to `top`."""
+    safe = jnp.where(total == 0, 1.0, total)
+    if isinstance(separation, Polynomial):
+        threshold = top * safe ** (1 / separation.degree)
+    elif isinstance(separation, Softmax | Softmax1):
+        log2 = jnp.where(top == -jnp.inf, 0.0, top) + jnp.log2(safe)
+        threshold = math.log(2) * log2
+    else:
+        threshold = top
+    return out / safe[:, None], threshold
+
+
+def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: bool):
+    """Sums of the weights, and of what they average, about the largest overlap yet."""
+    out, total, top = carry
+    if isinstance(model.separation, Polynomial):
+        keys, z = tile.overlaps(model, y)
+        new = jnp.maximum(top, z.max(-1))
+        safe = jnp.where(new == 0, 1.0, new)
+        degree = model.separation.degree
+        e = (jnp.maximum(z, 0.0) / safe[:, None]) ** degree
+        scale = (top / safe) ** degree
+    else:
+        keys, z = tile.overlaps(model, y, unit=1 / math.log(2))
+        new = jnp.maximum(top, z.max(-1))
+        safe = jnp.where(new == -jnp.inf, 0.0, new)
+        e, scale = _exp2(z - safe[:, None]), jnp.exp2(top - safe)
+    out = out * scale[:, None] + weigh(e, tile.averaged(keys, update)).astype(out.dtype)
+    return out, total * scale + e.sum(-1), new
+
+
+def _exp2(x: Array) -> Array:
+    """`2^x` for `x <= 0`; on a CPU in half the operations that XLA takes for it."""
+    if x.dtype != jnp.float32:
+        return jnp.exp2(x)
+    return lax.platform_dependent(x, cpu=_short_exp2, default=jnp.exp2)
+
+
+def _short_exp2(x: Array) -> Array:
+    """`2^n 2^f`, `|f| <= 1/2`, by a polynomial; right to 3e-7, zero below `2^-126`."""
+    x = jnp.maximum(x, -127.0)
+    n = jnp.round(x)
+    f = x - n
+    p = jnp.full_like(f, 1.32647269e-03)
+    for c in (9.67151266e-03, 5.55073374e-02, 2.40222421e-01, 6.93146978e-01, 1.0):
+        p = p * f + c
+    # The bits of `2^n`; those of n = -127 are zero, and so is the float.
+    power = (n.astype(jnp.int32) + 127) << 23
+    return p * lax.bitcast_convert_type(power, jnp.float32)
+
+
+def _entmax_sums(
+    driver: Any, model: Model, y: Array, start: tuple[Array, Array], update: bool
+) -> tuple[Array, Array, Array]:
+    """Sums of the weights and of what they average, and the threshold."""
+    maxima = jnp.full((y.shape[0], driver.groups), -jnp.inf, y.dtype)
+    maxima = driver.fold(_group_maxima, model, y, (), maxima, False)
+    top, e, lower, likely = _lower_bound(model.separation, maxima)
+
+    def weigh_at(root: Array, active: Any = None) -> tuple[Array, Array]:
+        extra = top, root[:, 0]
+        return driver.fold(weigh_tile, model, y, extra, start, update, active)
+
+    def sums(root: Array, active: Array) -> tuple[Array, Array]:
+        zero, extra = jnp.zeros_like(top), (top, root[:, 0])
+        rows = active[:, 0]
+        f, slope = driver.fold(_sums, model, y, extra, (zero, zero), False, rows)
+        return f[:, None], slope[:, None]
+
+    # Where the bound is mostly the root, trying it is a pass less.
+    unknown = start[0], jnp.full_like(top, jnp.inf)
+    first = driver.when(likely, lambda: weigh_at(lower), unknown)
+    limit = _entmax.tolerance(driver.count, y.dtype)
+    done = (first[1] - 1 <= limit)[:, None] & (e <= 1)
+
+    def climb() -> tuple[Array, Array, Array]:
+        root = _entmax.find_root(sums, driver.count, e, lower, driver.repeat, ~done)
+        again = weigh_at(root, ~done[:, 0])
+        out = jnp.where(done, first[0], again[0])
+        return out, jnp.where(done[:, 0], first[1], again[1]), root
+
+    out, total, root = driver.when(jnp.any(~done), climb, (*first, lower))
+    return out, total, top + root[:, 0]
+
+
+@jax.jit
+def _lower_bound(separation: Separation, maxima: Array) -> tuple[Array, ...]:
+    """The root of some of the entries is never above that of all.
+
+    Returns the maximum, `alpha - 1`, the root, and whether that is likely the root of
+    all entries for most queries: if no two entries of a support share a group.
+    """
+    top = maxima.max(-1)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    e, power = _exponent(separation, top)
+    u = maxima - top[:, None]
+    root = _entmax.root(u, e, jnp.zeros_like(top)[:, None], power)
+    support = (1 + e * (u - root) > 0).sum(-1)
+    return top, e, root, jnp.mean(support**2 < maxima.shape[-1]) > 0.5
+
+
+def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
+    """`alpha - 1` of each query `(Q, 1)`, and how powers are taken."""
+    if isinstance(separation, Sparsemax):
+        return jnp.ones_like(like)[:, None], Power.LINEAR
+    e = jnp.where(separation.alpha >= 1, separation.alpha, jnp.nan)[:, None] - 1
+    return e, run_time_power(e)
+
+
+def _group_maxima(model, y, extra, carry, tile: Tile, update):
+    """Maxima of groups of memories: those whose numbers agree modulo their count."""
+    del extra, update
+    _, z = tile.overlaps(model, y)
+    groups = carry.shape[-1]
+    missing = -z.shape[-1] % groups
+    z = jnp.pad(z, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    return jnp.maximum(carry, z.reshape(z.shape[0], -1, groups).max(1))
+
+
+def _sums(model, y, extra, carry, tile: Tile, update):
+    """Sums of the weights and of their slopes at a root."""
+    del update
+    _, z = tile.overlaps(model, y)
+    top, root = extra
+    e, power = _exponent(model.separation, root)
+
+    def add(power: Power):
+        p, slope = exp_and_slope(z - top[:, None], root[:, None], e, power)
+        return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
+
+    return switch(power, add)
+
+
+def weigh_tile(model, y, extra, carry, tile: Tile, update):
+    """Sums of the weights at the root, and of what they average."""
+    keys, z = tile.overlaps(model, y)
+    averaged = tile.averaged(keys, update)
+    top, root = extra
+    e, power = _exponent(model.separation, root)
+
+    def add(power: Power):
+        p, _ = exp_and_slope(z - top[:, None], root[:, None], e, power)
+        mass = p.sum(-1)
+        out = lax.cond(  # a tile without support costs no product
+            jnp.any(mass != 0),
+            lambda: carry[0] + weigh(p, averaged).astype(carry[0].dtype),
+            lambda: carry[0],
+        )
+        return out, carry[1] + mass
+
+    return switch(power, add)
+
+
+def _average_of_largest(driver: Any, model: Model, y: Array, update: bool):
+    """`TopK`: softmax over the `k` largest, whose patterns are fetched."""
+    best, index = _largest(driver, model, y, model.separation.k)  # type: ignore
+    return _softmax_of(model, y, driver.take(index), best != -jnp.inf, update)
+
+
+@functools.partial(jax.jit, static_argnames="update")
+def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool):
+    def row(y, beta, memories, values, valid):
+        memories = jnp.where(valid[:, None], memories, 0.0)
+        if values is not None:
+            values = jnp.where(valid[:, None], values, 0.0)
+        tile = Tile(memories, values, valid, jnp.zeros((), jnp.int32))
+        one = model._replace(beta=beta[None])
+        keys, z = tile.overlaps(one, y[None])
+        out = weigh(Softmax()(z[0]), tile.averaged(keys, update))
+        return out.astype(y.dtype), Softmax().conjugate(z[0])
+
+    memories, values = fetched
+    return jax.vmap(row)(y, model.beta, memories, values, valid)
+
+
+def _largest(driver: Any, model: Model, y: Array, k: int) -> tuple[Array, Array]:
+    """The `k` largest overlaps of each query and their memories; ties to the lower."""
+    best = jnp.full((y.shape[0], k), -jnp.inf, y.dtype)
+    index = jnp.zeros((y.shape[0], k), jnp.int32)
+    return driver.fold(_merge, model, y, (), (best, index), False)
+
+
+def _merge(model, y, extra, carry, tile: Tile, update):
+    """Merges a tile into the largest so far, if it has anything to add."""
+    del extra, update
+    best, index = carry
+    _, z = tile.overlaps(model, y)
+
+    def merged():
+        k = best.shape[-1]
+        found, place = lax.top_k(jnp.concatenate([best, z], axis=-1), k)
+        old = jnp.take_along_axis(index, jnp.minimum(place, k - 1), axis=-1)
+        return found, jnp.where(place < k, old, tile.start + place - k)
+
+    return lax.cond(jnp.all(z.max(-1) <= best[:, -1]), lambda: carry, merged)
+
+
+@jax.jit
+def _top_weights(separation: Separation, z: Array, threshold: Array) -> Array:
+    """Weights of the largest overlaps; those of `TopK` end at its `k`."""
+    p = weights_of(separation, z, threshold)
+    if isinstance(separation, TopK):
+        p = jnp.where(jnp.arange(z.shape[-1])[None] < separation.k, p, 0.0)
+    return p
+
+
+def weights_of(separation: Separation, z: Array, threshold: Array) -> Array:
+    """Weights `(Q, T)` of overlaps at the threshold of their query."""
+    if isinstance(separation, Polynomial):
+        safe = jnp.where(threshold == 0, 1.0, threshold)
+        return (jnp.maximum(z, 0.0) / safe[:, None]) ** separation.degree
+    x = z - threshold[:, None]
+    if isinstance(separation, Sparsemax | Entmax):
+        e, power = _exponent(separation, threshold)
+        return switch(power, functools.partial(weights_at, x, e))
+    return jnp.exp(x)
+
+
+def check_values(values: tuple[int, ...], memories: tuple[int, ...]) -> None:
+    if len(values) != 2 or values[0] != memories[0]:
+        raise ValueError(
+            f"values have shape {values}, memories {memories}: all axes but the last "
+            "must agree"
+        )
