@@ -17,6 +17,16 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from uhop_jax._checks import check_choice
+from uhop_jax.data.dates import (
+    DAY,
+    SECOND,
+    date_text,
+    duration_text,
+    months_in,
+    parsed_dates,
+    stamps,
+    steps_of,
+)
 from uhop_jax.data.house import simulated_house
 from uhop_jax.data.images import INSTALL, check_reachable
 
@@ -73,22 +83,6 @@ OPTIONS = {
     "constant": ("error", "keep", "drop"),
 }
 
-SECOND = np.timedelta64(1, "s")
-DAY = np.timedelta64(86_400, "s")
-MONTH = DAY * 30.436875
-
-# Dates that are not ISO 8601. Numbers alone: every reading is tried on all rows.
-DATES = (
-    *("%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y", "%d.%m.%Y", "%Y.%m.%d"),
-    *("%m/%d/%y", "%d/%m/%y", "%d.%m.%y", "%Y-%m-%d", "%Y/%m/%d"),
-    *("%d-%b-%Y", "%d-%b-%y", "%d %b %Y", "%b %d, %Y", "%d %B %Y", "%B %d, %Y"),
-)
-TIME = re.compile(
-    r".*?(?:(?P<minute>[ T]+\d{1,2}:\d\d)(?P<second>:\d\d)?(?P<fraction>\.\d+)?"
-    r"(?P<half>\s*[AP]M)?(?P<zone>\s*(?:Z|[+-]\d\d:?\d\d))?)?",
-    re.IGNORECASE,
-)
-
 
 class Series(NamedTuple):
     """Several series with their dates.
@@ -111,7 +105,7 @@ class Series(NamedTuple):
     def following(self, number: int) -> np.ndarray:
         """Dates of so many rows beyond the end, datetime64[s]."""
         places = 1 + np.arange(number)
-        return _stamps(self.dates[-1], places, self.step, self.calendar)
+        return stamps(self.dates[-1], places, self.step, self.calendar)
 
     @property
     def period(self) -> int:
@@ -119,7 +113,7 @@ class Series(NamedTuple):
         if self.calendar == "weekdays":
             return 5
         if self.calendar:
-            return max(1, 12 // _months(self.step))
+            return max(1, 12 // months_in(self.step))
         cycles = (DAY, 7 * DAY, 364 * DAY)
         return next((int(c // self.step) for c in cycles if self.step < c), 1)
 
@@ -193,7 +187,7 @@ def read_series(
     path = Path(path).expanduser()
     names, lines, cells = _table(path)
     wanted = _wanted(path, names, columns)
-    dates = _dates(path, names[0], lines, [row[0] for row in cells], date_format)
+    dates = parsed_dates(path, names[0], lines, [row[0] for row in cells], date_format)
     values = np.empty((len(cells), len(wanted)))
     for place, number in enumerate(wanted):
         column = [row[number] for row in cells]
@@ -203,8 +197,8 @@ def read_series(
     back = np.flatnonzero(np.diff(dates) < 0 * SECOND)
     if back.size and unsorted == "error":
         raise ValueError(
-            f"{path}, line {lines[back[0] + 1]}: {_text(dates[back[0] + 1])} comes "
-            f"after {_text(dates[back[0]])}; unsorted='sort' sorts the rows"
+            f"{path}, line {lines[back[0] + 1]}: {date_text(dates[back[0] + 1])} comes "
+            f"after {date_text(dates[back[0]])}; unsorted='sort' sorts the rows"
         )
     order = np.argsort(dates, kind="stable")
     dates, values, lines = dates[order], values[order], lines[order]
@@ -212,9 +206,9 @@ def read_series(
     again = np.flatnonzero(np.diff(dates) == 0 * SECOND)
     if again.size and duplicates == "error":
         raise ValueError(
-            f"{path}, line {lines[again[0] + 1]}: {_text(dates[again[0]])} is there "
-            f"already, in line {lines[again[0]]}; duplicates='first' or 'mean' makes "
-            "one row of them"
+            f"{path}, line {lines[again[0] + 1]}: {date_text(dates[again[0]])} is "
+            f"there already, in line {lines[again[0]]}; duplicates='first' or 'mean' "
+            "makes one row of them"
         )
     if again.size:
         dates, first, counts = np.unique(dates, return_index=True, return_counts=True)
@@ -233,7 +227,7 @@ def read_series(
             f"{path}, line {lines[row]}, column {names[place]!r}: the value is "
             f"missing ({absent.sum()} are); missing='interpolate' fills them in"
         )
-    step, calendar, places = _steps(path, lines, dates)
+    step, calendar, places = steps_of(path, lines, dates)
     number = int(places[-1]) + 1
     if number > len(dates):
         if gaps == "error" or number > 2 * len(dates):
@@ -244,12 +238,12 @@ def read_series(
                 else f"the whole file lacks {number - len(dates)}, too many to fill"
             )
             raise ValueError(
-                f"{path}, line {lines[row + 1]}: {_text(dates[row + 1])} follows "
-                f"{_text(dates[row])}, with a step of {_duration(step)} "
+                f"{path}, line {lines[row + 1]}: {date_text(dates[row + 1])} follows "
+                f"{date_text(dates[row])}, with a step of {duration_text(step)} "
                 f"{places[row + 1] - places[row] - 1} rows are missing between them; "
                 f"{advice}"
             )
-        dates = _stamps(dates[0], np.arange(number), step, calendar)
+        dates = stamps(dates[0], np.arange(number), step, calendar)
     if absent.any() or number > len(values):
         values = _interpolated(values, places, number)
 
@@ -416,161 +410,6 @@ def _numbers(
     return numbers
 
 
-def _dates(
-    path: Path, name: str, lines: np.ndarray, cells: list[str], date_format: str
-) -> np.ndarray:
-    """A column of dates, datetime64[s]."""
-    import pandas as pd
-
-    column = pd.Series(cells, dtype=str)
-
-    def parsed(form: str, column: pd.Series = column) -> np.ndarray:
-        found = pd.to_datetime(column, format=form, utc=True, errors="coerce")
-        return found.dt.tz_localize(None).to_numpy()
-
-    def fail(dates: np.ndarray, why: str) -> None:
-        row = int(np.isnat(dates).argmax())
-        raise ValueError(
-            f"{path}, line {lines[row]}, column {name!r}: {cells[row]!r} {why}"
-        )
-
-    if date_format:
-        try:
-            dates = parsed(date_format)
-        except ValueError as error:
-            raise ValueError(f"date_format {date_format!r}: {error}") from None
-        if np.isnat(dates).any():
-            fail(dates, f"is no date of the form {date_format!r}")
-    else:
-        dates = parsed("ISO8601")
-        if np.isnat(dates).any():
-            forms = [form + _time(cells[0]) for form in DATES]
-            fitting = [f for f in forms if not np.isnat(parsed(f, column[:1])[0])]
-            readings = {form: parsed(form) for form in fitting} or {"": dates}
-            whole = {f: x for f, x in readings.items() if not np.isnat(x).any()}
-            if not whole:
-                best = min(readings.values(), key=lambda x: np.isnat(x).sum())
-                fail(best, "is no date; date_format='%d/%m/%Y %H:%M' tells its form")
-            dates = _one_reading(path, name, whole)
-    zoned = column.str.contains(r":\d\d\S*\s*(?:Z|[+-]\d\d(?::?\d\d)?)$").to_numpy(bool)
-    if zoned.any() and not zoned.all():
-        row = int((zoned != zoned[0]).argmax())
-        raise ValueError(
-            f"{path}, line {lines[row]}, column {name!r}: {cells[row]!r} "
-            f"{'has an' if zoned[row] else 'has no'} offset from UTC, unlike the dates "
-            "before"
-        )
-    seconds = dates.astype("datetime64[s]")
-    if (seconds != dates).any():
-        row = int((seconds != dates).argmax())
-        raise ValueError(
-            f"{path}, line {lines[row]}, column {name!r}: {cells[row]!r} is finer than "
-            "a second"
-        )
-    return seconds
-
-
-def _time(cell: str) -> str:
-    """The format of the time of day in a cell."""
-    parts = TIME.fullmatch(cell)
-    if parts is None or not parts["minute"]:
-        return ""
-    form = re.sub(r"\d.*", "%I:%M" if parts["half"] else "%H:%M", parts["minute"])
-    form += ":%S" if parts["second"] else ""
-    form += ".%f" if parts["fraction"] else ""
-    for part, sign in (("half", "%p"), ("zone", "%z")):
-        if parts[part]:
-            form += " " * (len(parts[part]) - len(parts[part].lstrip())) + sign
-    return form
-
-
-def _one_reading(path: Path, name: str, readings: dict[str, np.ndarray]) -> np.ndarray:
-    """Of the readings that fit every row, the one, or the only one without gaps."""
-    distinct = {dates.tobytes(): form for form, dates in readings.items()}
-    if len(distinct) > 1:
-        even = [form for form in distinct.values() if _is_even(readings[form])]
-        if len(even) != 1:
-            first, second, *_ = distinct.values()
-            raise ValueError(
-                f"{path}, column {name!r}: every date can be read as {first!r} and as "
-                f"{second!r}; date_format tells which it is"
-            )
-        return readings[even[0]]
-    return next(iter(readings.values()))
-
-
-# Time
-
-
-def _months(step: np.timedelta64) -> int:
-    return max(1, round(step / MONTH))
-
-
-def _stamps(
-    first: np.datetime64, places: Int[np.ndarray, " n"], step: Any, calendar: str
-) -> np.ndarray:
-    """Dates of the rows at some places, counted from the first."""
-    if calendar == "weekdays":
-        day = first.astype("datetime64[D]")
-        return np.busday_offset(day, places).astype("datetime64[s]") + (first - day)
-    if calendar:
-        month = first.astype("datetime64[M]") + (calendar == "month ends")
-        moved = month + _months(step) * places
-        return moved.astype("datetime64[s]") + (first - month.astype("datetime64[s]"))
-    return first + places * step
-
-
-def _counted(dates: np.ndarray, step: Any, calendar: str) -> Int[np.ndarray, " n"]:
-    """Places of dates, counted from the first; meaningless off the grid."""
-    if calendar == "weekdays":
-        days = dates.astype("datetime64[D]")
-        return np.busday_count(days[0], days)
-    if calendar:
-        months = dates.astype("datetime64[M]").astype(np.int64)
-        return (months - months[0]) // _months(step)
-    return ((dates - dates[0]) // step).astype(np.int64)
-
-
-def _calendars(dates: np.ndarray) -> tuple[np.timedelta64, dict[str, np.ndarray]]:
-    """The commonest step, and the places of the dates in each calendar that fits."""
-    differences, counts = np.unique(np.diff(dates), return_counts=True)
-    step = differences[counts.argmax()]
-    calendars = [""]
-    if step == DAY and np.is_busday(dates.astype("datetime64[D]")).all():
-        calendars = ["", "weekdays"]
-    if step >= 28 * DAY:  # two months of 31 days are months
-        calendars = ["months", "month ends", ""]
-    found: dict[str, np.ndarray] = {}
-    for calendar in calendars if step > 0 * SECOND else ():
-        places = _counted(dates, step, calendar)
-        if (_stamps(dates[0], places, step, calendar) == dates).all():
-            found[calendar] = places
-    return step, found
-
-
-def _is_even(dates: np.ndarray) -> bool:
-    """Whether dates follow each other by one step."""
-    _, found = _calendars(dates)
-    return any((np.diff(places) == 1).all() for places in found.values())
-
-
-def _steps(
-    path: Path, lines: np.ndarray, dates: np.ndarray
-) -> tuple[np.timedelta64, str, Int[np.ndarray, " n"]]:
-    """Step and calendar with the fewest gaps, and the places of the dates in it."""
-    step, found = _calendars(dates)
-    if not found:
-        off = _stamps(dates[0], _counted(dates, step, ""), step, "") != dates
-        row = int(off.argmax())
-        raise ValueError(
-            f"{path}, line {lines[row]}: {_text(dates[row])} does not lie on the grid "
-            f"of {_duration(step)} steps from {_text(dates[0])}; put the rows on an "
-            "even grid first"
-        )
-    calendar = min(found, key=lambda x: found[x][-1])
-    return step, calendar, found[calendar]
-
-
 def _interpolated(
     values: Float[np.ndarray, "m D"],
     places: Int[np.ndarray, " m"],
@@ -583,15 +422,3 @@ def _interpolated(
             np.arange(number), places[known], values[known, column]
         )
     return filled
-
-
-def _text(date: np.datetime64) -> str:
-    return str(date).replace("T", " ")
-
-
-def _duration(step: np.timedelta64) -> str:
-    seconds = int(step / SECOND)
-    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
-        if seconds % length == 0:
-            return f"{seconds // length} {unit}{'s' * (seconds != length)}"
-    return f"{seconds} s"

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from uhop_jax import data, paper, plotting, records
 from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax.data.dates import date_text, duration_text
 from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import STanHop, baselines
 from uhop_jax.training.application import (
@@ -305,7 +306,7 @@ class Forecasting(Application):
         (ahead,) = self._forecasts(trainer, state, windows, splits.scaler)
         path = directory / "predictions.csv"
         self._export(path, given, ahead)
-        return f"{len(ahead)} rows after {_date(given.dates[-1])} written to {path}"
+        return f"{len(ahead)} rows after {date_text(given.dates[-1])} written to {path}"
 
     def _last_window(self, series: data.Series, scaler: data.Scaler) -> np.ndarray:
         return scaler.scaled(series.values[-self.config.window :])
@@ -325,7 +326,7 @@ class Forecasting(Application):
         """A csv as that of the series, with the dates that follow its own."""
         dates = series.following(len(ahead))
         rows = [
-            {"date": _date(date)}
+            {"date": date_text(date)}
             | dict(zip(series.names, map(float, values), strict=True))
             for date, values in zip(dates, ahead, strict=True)
         ]
@@ -347,8 +348,8 @@ class Forecasting(Application):
                     "truth": _curve(range(-before, cell.horizon), truth),
                     "forecast": _curve(range(cell.horizon), forecast[:, column]),
                 }
-                title = f"from {_date(series.dates[first])}"
-                steps = f"steps of {_step(series)}"
+                title = f"from {date_text(series.dates[first])}"
+                steps = f"steps of {duration_text(series.step)}"
                 name = series.names[column]
                 parts.append(plotting.Panel(title, curves, steps, name))
         if jax.process_index() == 0:
@@ -411,17 +412,3 @@ def _splits_of(splits: data.Splits) -> list[Split]:
 
 def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:
     return plotting.Series(list(x), values.tolist(), [0.0] * len(values))
-
-
-def _date(stamp: np.datetime64) -> str:
-    return str(stamp).replace("T", " ")
-
-
-def _step(series: data.Series) -> str:
-    """The time between two rows, in words."""
-    seconds = int(series.step / np.timedelta64(1, "s"))
-    for name, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
-        if seconds % length == 0:
-            number = seconds // length
-            return f"{number} {name}" + "s" * (number > 1)
-    return f"{seconds} s"
