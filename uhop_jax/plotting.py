@@ -10,6 +10,7 @@ from jaxtyping import Float
 # Distinct in colour, and by dashes and markers also in black and white.
 _COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+_LEGEND_WITHIN = 8  # curves whose names fit into the axes
 _MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*", "<", ">")
 
 
@@ -112,8 +113,12 @@ def panels(
         if part.xscale == "log" and len(places) <= 10:  # few enough to name each
             axis.set_xticks(places, [f"{x:g}" for x in places], fontsize=8)
             axis.minorticks_off()
+        if part.xscale == "linear" and (places % 1 == 0).all():
+            axis.locator_params(axis="x", integer=True)
         axis.grid(alpha=0.3, linewidth=0.5)
-        axis.legend(fontsize=7)
+        beside = len(part.series) > _LEGEND_WITHIN  # it would hide the curves
+        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)} if beside else {}
+        axis.legend(fontsize=7, **place)
     # Last, when all data is there: a limit set earlier would hold for later panels.
     for axis, part in zip(axes, parts, strict=False):
         _scale(axis, part, parts if share else [part])

@@ -430,9 +430,9 @@ def _curves(
         "test": "test",
         "fit": "train, no dropout",
     }
-    parts = []
+    parts: list[plotting.Panel] = []
     task = [row for row in rows if row["phase"] == "task"]
-    for metric in trainer.metrics:
+    for metric in reversed(trainer.metrics):
         long = [
             {"epoch": row["epoch"], "value": row[f"{part}_{metric}"], "part": name}
             for part, name in names.items()
@@ -440,7 +440,8 @@ def _curves(
             for row in task
         ]
         curves = records.curves(long, "epoch", "value", "part")
-        parts.append(plotting.Panel(metric, curves, "epoch", metric))
+        if all(curves != panel.series for panel in parts):  # the loss may be a metric
+            parts.append(plotting.Panel(metric, curves, "epoch", metric))
     for phase, ours in records.grouped(rows, ("phase",)).items():
         long = [dict(row, part="separation") for row in ours]
         curves = records.curves(long, "epoch", "separation", "part")
