@@ -194,8 +194,9 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     written = ["config.json", "results.csv", "figure.png"]
     title = f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets"
     parts = experiment.figure(rows)
-    spread = "" if parts[0].points else " (mean ± standard deviation)"
-    figures.save(workdir / "figure.png", parts, title + spread)
+    spread = " (mean ± standard deviation)"
+    drawn = title if parts[0].points else title + spread
+    figures.save(workdir / "figure.png", parts, drawn)
     if experiment.compare and any(row["method"] == BASELINE for row in rows):
         pairs = records.differences(rows, BASELINE)
         records.write_csv(workdir / "differences.csv", pairs)
@@ -203,7 +204,7 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     if experiment.compare and len(patterns.shape) == 3 and config.images:
         _picture(study, cells[len(cells) // 2], rows, workdir / "retrieved.png")
         written.append("retrieved.png")
-    print(f"{title}; {figures.ERROR}\n\n{experiment.report(rows)}\n")
+    print(f"{title}{spread}; {figures.ERROR}\n\n{experiment.report(rows)}\n")
     print(", ".join(f"{stage} {spent:.1f} s" for stage, spent in seconds.items()))
     print(f"written to {workdir}: {', '.join(written)}")
 
