@@ -138,9 +138,9 @@ STUDIES = {
         "15 minutes",
     ),
     "etth1": Study(
-        "train.py --config=configs/time_series.py:etth1 --config.seeds='(0,1,2)' "
-        '--config.arms=\'("GSH","GSH + U-Hop")\'',
-        "hours",
+        "train.py --config=configs/time_series.py:etth1 --config.train.epochs=10 "
+        '--config.train.patience=3 --config.arms=\'("GSH","GSH + U-Hop")\'',
+        "40 minutes",
     ),
 }
 
