@@ -79,7 +79,13 @@ def tolerance(length: int | Array, dtype: Any) -> Array:
 
 
 def find_root(
-    sums, length: int | Array, e: Array, start: Array, repeat, active: Any = True
+    sums,
+    length: int | Array,
+    e: Array,
+    start: Array,
+    repeat,
+    active: Any = True,
+    ahead: Any = 0.0,
 ) -> Array:
     """The `s >= start` at which weights sum to one, wherever the overlaps are.
 
@@ -96,6 +102,7 @@ def find_root(
       start: a lower bound of the root, at least 0, `(..., 1)`.
       repeat: `lax.while_loop`, or what does the same.
       active: rows that are not at their root already.
+      ahead: how far above one the sum may be for the next step to be the last, untried.
     """
     limit = tolerance(length, start.dtype)
     size = jnp.asarray(length, start.dtype)
@@ -105,7 +112,7 @@ def find_root(
 
     def body(carry):
         _, _, s, active, _ = carry
-        return _advance(carry, sums(s, active), e_rows, upper, limit)
+        return _advance(carry, sums(s, active), e_rows, upper, limit, ahead)
 
     def unfinished(carry):
         *_, active, step = carry
@@ -117,7 +124,7 @@ def find_root(
 
 
 @jax.jit  # for callers that loop in Python
-def _advance(carry, sums, e: Array, upper: Array, limit: Array):
+def _advance(carry, sums, e: Array, upper: Array, limit: Array, ahead: Any):
     low, high, s, active, step = carry
     f, slope = sums
     convex = e <= 1
@@ -127,8 +134,9 @@ def _advance(carry, sums, e: Array, upper: Array, limit: Array):
     newton = s + f * _log_sum(f, e) / jnp.where(slope == 0, 1.0, slope)
     target = jnp.where(convex, jnp.minimum(newton, upper), 0.5 * (low + high))
     moving = jnp.where(convex, (f - 1 > limit) & (target > s), target != s)
-    active = active & moving
-    return low, high, jnp.where(active, target, s), active, step + 1
+    moving = active & moving
+    active = moving & ~(convex & (f - 1 <= ahead))
+    return low, high, jnp.where(moving, target, s), active, step + 1
 
 
 def switch(power: Power | Array, function):

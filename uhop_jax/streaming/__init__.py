@@ -5,13 +5,13 @@ Every separation here weighs a memory by its own overlap and one number of the q
 of sparsemax. So memories can pass in blocks, in any order of sizes: overlaps are
 computed, used and forgotten, never more than a tile of them at a time.
 
-- `Softmax`, `Softmax1`, `Polynomial`: one pass. The sums refer to the largest overlap
-  so far and are rescaled when it rises.
-- `Sparsemax`, `Entmax`: a pass for the maxima of groups of memories, whose own
-  threshold is a lower bound of the one sought, and equal to it unless two memories of a
-  support share a group; a pass for the weighted sum, which skips every tile without
-  support; and, for the queries whose weights sum to more than one, Newton passes in
-  between.
+- `Softmax`, `Softmax1`, `Polynomial`: one pass. The sums refer to one of the largest
+  overlaps so far and are rescaled when a much larger one comes.
+- `Sparsemax`, `Entmax`: a pass for the two largest of groups of memories, whose own
+  threshold is a lower bound of the one sought, and equal to it unless three memories of
+  a support share a group; Newton passes, where many memories are in a support; a pass
+  for the weighted sum, which skips every tile without support; and all of it again for
+  the queries whose weights then sum to more than one.
 - `TopK`: a pass that keeps the `k` largest, which are then fetched.
 
 Each algorithm is written once, in `_passes.average`. Two drivers run it, one in a
@@ -54,7 +54,7 @@ from uhop_jax.streaming._passes import Model, Plan
 __all__ = ["Streamed", "retrieve_streamed"]
 
 STREAMED = (Softmax, Softmax1, Sparsemax, Entmax, Polynomial, TopK)
-TILE = 2**18  # overlaps at a time: what stays in the cache of a core
+TILE = 2**19  # overlaps at a time: what stays in the cache of a core
 TILE_ROWS = 8192  # memories in a tile, at most
 QUERY_BLOCK = 256
 Source = Any  # Array | np.ndarray | str | Path | Blocks

@@ -26,7 +26,7 @@ from uhop_jax.separation import (
 )
 from uhop_jax.similarity import Cosine, Dot, Similarity
 
-GROUPS = 512  # of memories, whose maxima bound a threshold
+GROUPS = 512  # of memories, the two largest of which bound a threshold
 
 
 class Plan(NamedTuple):
@@ -140,7 +140,7 @@ def _finished(separation: Separation, out: Array, total: Array, top: Array):
 
 
 def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: bool):
-    """Sums of the weights, and of what they average, about the largest overlap yet."""
+    """Sums of the weights, and of what they average, about an overlap seen before."""
     out, total, top = carry
     if isinstance(model.separation, Polynomial):
         keys, z = tile.overlaps(model, y)
@@ -149,25 +149,42 @@ def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: b
         degree = model.separation.degree
         e = (jnp.maximum(z, 0.0) / safe[:, None]) ** degree
         scale = (top / safe) ** degree
-    else:
-        keys, z = tile.overlaps(model, y, unit=1 / math.log(2))
+        part = weigh(e, tile.averaged(keys, update)).astype(out.dtype)
+        return out * scale[:, None] + part, total * scale + e.sum(-1), new
+    keys, z = tile.overlaps(model, y, unit=1 / math.log(2))
+    averaged = tile.averaged(keys, update)
+    e = _exp2(z - top[:, None])
+    mass = e.sum(-1)
+
+    def about_top() -> Any:
+        return out + weigh(e, averaged).astype(out.dtype), total + mass, top
+
+    def about_larger() -> Any:
         new = jnp.maximum(top, z.max(-1))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
         e, scale = _exp2(z - safe[:, None]), jnp.exp2(top - safe)
-    out = out * scale[:, None] + weigh(e, tile.averaged(keys, update)).astype(out.dtype)
-    return out, total * scale + e.sum(-1), new
+        part = weigh(e, averaged).astype(out.dtype)
+        return out * scale[:, None] + part, total * scale + e.sum(-1), new
+
+    # Few tiles hold much larger overlaps than those before: a pass less for the others.
+    # Products with values stay finite up to the range of the dtype less this.
+    largest = float(jnp.finfo(averaged.dtype).max) ** 0.25
+    return lax.cond(jnp.all(mass < largest), about_top, about_larger)
 
 
 def _exp2(x: Array) -> Array:
-    """`2^x` for `x <= 0`; on a CPU in half the operations that XLA takes for it."""
+    """`2^x`; on a CPU in half the operations that XLA takes for it."""
     if x.dtype != jnp.float32:
         return jnp.exp2(x)
     return lax.platform_dependent(x, cpu=_short_exp2, default=jnp.exp2)
 
 
 def _short_exp2(x: Array) -> Array:
-    """`2^n 2^f`, `|f| <= 1/2`, by a polynomial; right to 3e-7, zero below `2^-126`."""
-    x = jnp.maximum(x, -127.0)
+    """`2^n 2^f`, `|f| <= 1/2`, by a polynomial; right to 3e-7, zero below `2^-126`.
+
+    Above `2^127` that; NaN stays.
+    """
+    x = jnp.clip(x, -127.0, 127.0)
     n = jnp.round(x)
     f = x - n
     p = jnp.full_like(f, 1.32647269e-03)
@@ -182,9 +199,10 @@ def _entmax_sums(
     driver: Any, model: Model, y: Array, start: tuple[Array, Array], update: bool
 ) -> tuple[Array, Array, Array]:
     """Sums of the weights and of what they average, and the threshold."""
-    maxima = jnp.full((y.shape[0], driver.groups), -jnp.inf, y.dtype)
-    maxima = driver.fold(_group_maxima, model, y, (), maxima, False)
-    top, e, lower, likely = _lower_bound(model.separation, maxima)
+    none = jnp.full((y.shape[0], driver.groups), -jnp.inf, y.dtype)
+    largest = driver.fold(_two_largest, model, y, (), (none, none), False)
+    top, e, lower, likely = _lower_bound(model.separation, *largest)
+    limit = _entmax.tolerance(driver.count, y.dtype)
 
     def weigh_at(root: Array, active: Any = None) -> tuple[Array, Array]:
         extra = top, root[:, 0]
@@ -196,36 +214,43 @@ def _entmax_sums(
         f, slope = driver.fold(_sums, model, y, extra, (zero, zero), False, rows)
         return f[:, None], slope[:, None]
 
-    # Where the bound is mostly the root, trying it is a pass less.
-    unknown = start[0], jnp.full_like(top, jnp.inf)
-    first = driver.when(likely, lambda: weigh_at(lower), unknown)
-    limit = _entmax.tolerance(driver.count, y.dtype)
-    done = (first[1] - 1 <= limit)[:, None] & (e <= 1)
+    def climb(root: Array, active: Any = True, ahead: Any = 0.0) -> Array:
+        return _entmax.find_root(
+            sums, driver.count, e, root, driver.repeat, active, ahead
+        )
 
-    def climb() -> tuple[Array, Array, Array]:
-        root = _entmax.find_root(sums, driver.count, e, lower, driver.repeat, ~done)
-        again = weigh_at(root, ~done[:, 0])
-        out = jnp.where(done, first[0], again[0])
-        return out, jnp.where(done[:, 0], first[1], again[1]), root
+    # Newton's steps square the error: the pass that would only find that the last one
+    # was right is the one that weighs.
+    ahead = jnp.sqrt(2 * limit)  # half the square is what one leaves, at most
+    root = driver.when(~likely, lambda: climb(lower, ahead=ahead), lower)
+    out, total = weigh_at(root)
+    done = jnp.where(e > 1, ~likely, (total - 1 <= limit)[:, None])
 
-    out, total, root = driver.when(jnp.any(~done), climb, (*first, lower))
+    def again() -> tuple[Array, Array, Array]:
+        finer = climb(root, ~done)
+        found = weigh_at(finer, ~done[:, 0])
+        kept = jnp.where(done, out, found[0])
+        return kept, jnp.where(done[:, 0], total, found[1]), finer
+
+    out, total, root = driver.when(jnp.any(~done), again, (out, total, root))
     return out, total, top + root[:, 0]
 
 
 @jax.jit
-def _lower_bound(separation: Separation, maxima: Array) -> tuple[Array, ...]:
+def _lower_bound(separation: Separation, largest: Array, second: Array):
     """The root of some of the entries is never above that of all.
 
     Returns the maximum, `alpha - 1`, the root, and whether that is likely the root of
-    all entries for most queries: if no two entries of a support share a group.
+    all entries for most queries: if no three entries of a support share a group.
     """
-    top = maxima.max(-1)
+    top = largest.max(-1)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     e, power = _exponent(separation, top)
-    u = maxima - top[:, None]
+    u = jnp.concatenate([largest, second], axis=-1) - top[:, None]
     root = _entmax.root(u, e, jnp.zeros_like(top)[:, None], power)
     support = (1 + e * (u - root) > 0).sum(-1)
-    return top, e, root, jnp.mean(support**2 < maxima.shape[-1]) > 0.5
+    likely = support.astype(top.dtype) ** 3 < largest.shape[-1] ** 2
+    return top, e, root, jnp.mean(likely) > 0.5
 
 
 def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
@@ -236,14 +261,18 @@ def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
     return e, run_time_power(e)
 
 
-def _group_maxima(model, y, extra, carry, tile: Tile, update):
-    """Maxima of groups of memories: those whose numbers agree modulo their count."""
+def _two_largest(model, y, extra, carry, tile: Tile, update):
+    """The two largest of every group: memories whose numbers agree modulo `groups`."""
     del extra, update
     _, z = tile.overlaps(model, y)
-    groups = carry.shape[-1]
+    largest, second = carry
+    groups = largest.shape[-1]
     missing = -z.shape[-1] % groups
     z = jnp.pad(z, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    return jnp.maximum(carry, z.reshape(z.shape[0], -1, groups).max(1))
+    for part in jnp.split(z, z.shape[-1] // groups, axis=-1):
+        second = jnp.maximum(second, jnp.minimum(largest, part))
+        largest = jnp.maximum(largest, part)
+    return largest, second
 
 
 def _sums(model, y, extra, carry, tile: Tile, update):
