@@ -1,16 +1,20 @@
-"""Times everything: the core, layers and training, each against its peers.
+"""Times everything, each against its peers, in one run.
 
     python benchmarks/run.py [--out DIR] [--rounds N]
 
-Writes `benchmarks.csv`, with the environment in its last columns, and a figure.
+Writes `benchmarks.csv`, with the environment in its last columns, `benchmarks.txt`, what
+it printed, and a figure. The page of the documentation shows those of `docs/results`.
 """
 
 import core
+import large
 import layers
+import stanhop
 import training
 from timing import main
 
 BENCHMARKS = [
+    large.large,  # first, for the memory that it reports to be its own
     core.separations,
     core.stage_one,
     core.retrieval,
@@ -18,6 +22,7 @@ BENCHMARKS = [
     layers.layers,
     training.steps,
     training.host,
+    stanhop.stanhop,
 ]
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """What the benchmarks share: fair timing, absent peers, a table and a figure."""
 
 import argparse
+import contextlib
 import csv
 import importlib
+import io
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -74,20 +77,35 @@ def environment() -> dict[str, Any]:
     }
 
 
+class Both(io.TextIOBase):
+    """Prints, and writes to a file what it prints."""
+
+    def __init__(self, file: Any):
+        self.places = sys.stdout, file
+
+    def write(self, text: str) -> int:
+        for place in self.places:
+            place.write(text)
+            place.flush()
+        return len(text)
+
+
 def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
-    """Runs all comparisons of a script; writes `NAME.csv` and a figure of it."""
+    """Runs all comparisons; writes `NAME.csv`, what was printed, and a figure."""
     from uhop_jax import plotting
 
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks"))
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()
-    about = environment()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
-    rows = []
-    for benchmark in benchmarks:
-        rows += [row | about for row in benchmark(options.rounds)]
     options.out.mkdir(parents=True, exist_ok=True)
+    about = environment()
+    rows = []
+    printed = options.out / f"{name}.txt"
+    with printed.open("w") as file, contextlib.redirect_stdout(Both(file)):
+        print(", ".join(f"{key} {value}" for key, value in about.items()))
+        for benchmark in benchmarks:
+            rows += [row | about for row in benchmark(options.rounds)]
     path = options.out / f"{name}.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -100,4 +118,4 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
             group[row["name"]] = row["median_ms"]
     figure = path.with_suffix(".png")
     plotting.bars(figure, groups, xlabel="milliseconds", title=f"{about['device']}")
-    print(f"\nwritten: {path}, {figure}")
+    print(f"\nwritten: {path}, {printed}, {figure}")

@@ -51,3 +51,4 @@ def test_a_script_writes_its_table_and_figure(tmp_path, monkeypatch):
     assert lines[0].startswith("comparison,name,median_ms,device,cores,jax")
     assert [line.split(",")[2] for line in lines[1:]] == ["3.0", "6.0", ""]
     assert (tmp_path / "some.png").stat().st_size > 5_000
+    assert (tmp_path / "some.txt").read_text().startswith("device ")

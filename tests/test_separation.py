@@ -14,6 +14,7 @@ from jax.test_util import check_grads
 from uhop_jax import (
     Entmax,
     Polynomial,
+    Power,
     Softmax,
     Softmax1,
     Sparsemax,
@@ -192,6 +193,19 @@ def test_conjugate_is_convex(sep):
     between = conjugate(sep, t[:, None] * a + (1 - t)[:, None] * b)
     chord = t * conjugate(sep, a) + (1 - t) * conjugate(sep, b)
     assert (between <= chord + 1e-12).all()
+
+
+def test_power_that_is_known_beforehand():
+    """One program in place of three; the general arithmetic is right everywhere."""
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)))
+    for alpha, power in ((1.3, Power.GENERAL), (1.5, Power.SQUARE), (2, Power.LINEAR)):
+        assert Power.of(np.full(2, alpha)) is power
+        for known in (power, Power.GENERAL):
+            assert_close(Entmax(alpha, known)(z), Entmax(alpha)(z))
+    assert Power.of(np.asarray([1.5, 2.0])) is Power.GENERAL
+    text = jax.jit(Entmax(1.5, Power.SQUARE)).lower(z).as_text()
+    assert "stablehlo.case" not in text
+    assert "stablehlo.case" in jax.jit(Entmax(1.5)).lower(z).as_text()
 
 
 SMOOTH = (Softmax(), Softmax1(), Entmax(1.0), Entmax(1.3), Polynomial(3))

@@ -31,6 +31,7 @@ from uhop_jax.retrieval import (
 from uhop_jax.separation import (
     Entmax,
     Polynomial,
+    Power,
     Separation,
     Softmax,
     Softmax1,
@@ -78,6 +79,7 @@ __all__ = [
     "NegativeSquaredL2",
     "Noise",
     "Polynomial",
+    "Power",
     "Retrieval",
     "Separation",
     "Sharded",

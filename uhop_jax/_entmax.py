@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
@@ -33,6 +34,13 @@ class Power(enum.IntEnum):
     GENERAL = 0
     SQUARE = 1  # alpha = 1.5
     LINEAR = 2  # alpha = 2
+
+    @classmethod
+    def of(cls, alpha: np.ndarray) -> "Power":
+        """The fastest that all of these allow."""
+        if (alpha == 2).all():
+            return cls.LINEAR
+        return cls.SQUARE if (alpha == 1.5).all() else cls.GENERAL
 
 
 def exp_and_slope(u: Array, s: Array, e: Array, power: Power) -> tuple[Array, Array]:

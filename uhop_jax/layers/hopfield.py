@@ -1,5 +1,6 @@
 """The Hopfield layer: projections around a retrieval."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from uhop_jax.layers.masks import checked_mask, combined
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
 from uhop_jax.separation import (
     Entmax,
+    Power,
     Separation,
     bounded_alpha,
     separation_from_name,
@@ -169,7 +171,8 @@ class Hopfield(nnx.Module):
             alpha = self._per_head("alpha", separation.alpha)
             raw = _unbounded(alpha).astype(param_dtype) if learn_alpha else None
             self.alpha = _static(alpha) if raw is None else nnx.Param(raw)
-            separation = Entmax()
+            power = Power.GENERAL if learn_alpha else Power.of(alpha)
+            separation = Entmax(power=power)
         else:
             self.alpha = None
         self.separation = separation
@@ -416,7 +419,7 @@ class Hopfield(nnx.Module):
         def one(query, keys, read, beta, alpha, where) -> Association:
             separation = self.separation
             if alpha is not None:
-                separation = Entmax(alpha)
+                separation = dataclasses.replace(separation, alpha=alpha)
             options = {"beta": beta, "separation": separation, "mask": where}
             if self.steps is None:
                 found = converge(

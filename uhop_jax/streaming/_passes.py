@@ -258,7 +258,8 @@ def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
     if isinstance(separation, Sparsemax):
         return jnp.ones_like(like)[:, None], Power.LINEAR
     e = jnp.where(separation.alpha >= 1, separation.alpha, jnp.nan)[:, None] - 1
-    return e, run_time_power(e)
+    power = separation.power
+    return e, run_time_power(e) if power is None else power
 
 
 def _two_largest(model, y, extra, carry, tile: Tile, update):
