@@ -2,8 +2,8 @@
 
     python benchmarks/run.py [--out DIR] [--rounds N]
 
-Writes `benchmarks.csv`, with the environment in its last columns, `benchmarks.txt`, what
-it printed, and a figure. The page of the documentation shows those of `docs/results`.
+Writes `benchmarks.csv`, with the environment in its last columns, `benchmarks.txt`,
+which is what it printed, and a figure.
 """
 
 import core
