@@ -28,7 +28,6 @@ def run_blocks(text):
 
 def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys, untyped):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "results").mkdir()
     names = run_blocks(README)
     assert names["retrieved"].shape == names["result"].state.shape == (100, 64)
     assert "expected error" in capsys.readouterr().out

@@ -14,7 +14,6 @@ from jax.test_util import check_grads
 from uhop_jax import (
     Entmax,
     Polynomial,
-    Power,
     Softmax,
     Softmax1,
     Sparsemax,
@@ -23,6 +22,7 @@ from uhop_jax import (
     separation_from_name,
 )
 from uhop_jax.separation import SEPARATIONS as REGISTERED
+from uhop_jax.separation import Power
 
 ALPHAS = (1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
 SEPARATIONS = [

@@ -31,7 +31,6 @@ from uhop_jax.retrieval import (
 from uhop_jax.separation import (
     Entmax,
     Polynomial,
-    Power,
     Separation,
     Softmax,
     Softmax1,
@@ -79,7 +78,6 @@ __all__ = [
     "NegativeSquaredL2",
     "Noise",
     "Polynomial",
-    "Power",
     "Retrieval",
     "Separation",
     "Sharded",

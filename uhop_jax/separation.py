@@ -201,13 +201,13 @@ class Entmax(Separation):
       alpha: index, at least 1; a number or an array that broadcasts against the leading
         axes of the overlaps (one a row, one a head). Under `jax.jit`, where it cannot
         be checked, an `alpha` below 1 gives NaN. To learn it, see `bounded_alpha`.
-      power: static; how powers are taken, where the values of `alpha` are known when it
-        is compiled (`Power.of`). None compiles three ways, and looks at `alpha` to
-        choose among them: 1.5 and 2 need no transcendental functions.
+      power: static; a `Power` that serves every `alpha` to come, as layers know it.
+        None compiles all three and chooses when it sees `alpha`: 1.5 and 2 need no
+        transcendental functions.
     """
 
     alpha: ArrayLike = 1.5
-    power: Power | None = dataclasses.field(default=None, metadata={"static": True})
+    power: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def check(self):
         check_at_least("alpha", self.alpha, 1.0)
@@ -218,7 +218,8 @@ class Entmax(Separation):
         return jnp.where(e > 0, 1 / jnp.where(e > 0, e, 1.0), jnp.inf)
 
     def _weights(self, z):
-        return entmax_weights(z, self._aligned(z), self.power)
+        power = None if self.power is None else Power(self.power)
+        return entmax_weights(z, self._aligned(z), power)
 
     def _conjugate(self, z):
         return entmax_conjugate(z, self._aligned(z))

@@ -42,7 +42,7 @@ def save(path: str | Path, tree: Any) -> Path:
     once everything is written.
 
     Args:
-      path: file to write; `.npz` is added if it is missing.
+      path: file to write; `.npz` is added and directories are made if missing.
       tree: what to save.
 
     Returns:
@@ -57,6 +57,7 @@ def save(path: str | Path, tree: Any) -> Path:
     arrays: dict[str, np.ndarray] = {}
     description = {"uhop_jax": _VERSION, "tree": _describe(tree, "tree", arrays)}
     partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with partial.open("wb") as file:
             arrays["description"] = np.asarray(json.dumps(description))

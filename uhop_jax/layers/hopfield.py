@@ -418,7 +418,7 @@ class Hopfield(nnx.Module):
 
         def one(query, keys, read, beta, alpha, where) -> Association:
             separation = self.separation
-            if alpha is not None:
+            if isinstance(separation, Entmax):
                 separation = dataclasses.replace(separation, alpha=alpha)
             options = {"beta": beta, "separation": separation, "mask": where}
             if self.steps is None:

@@ -259,7 +259,7 @@ def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
         return jnp.ones_like(like)[:, None], Power.LINEAR
     e = jnp.where(separation.alpha >= 1, separation.alpha, jnp.nan)[:, None] - 1
     power = separation.power
-    return e, run_time_power(e) if power is None else power
+    return e, run_time_power(e) if power is None else Power(power)
 
 
 def _two_largest(model, y, extra, carry, tile: Tile, update):
