@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import run_script
 
-from uhop_jax import Centering, data, experiments, records, save
+from uhop_jax import Centering, data, experiments, plotting, records, save
 from uhop_jax.experiments import sweep
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
@@ -446,3 +446,14 @@ def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
     with pytest.raises(ValueError, match=message):
         experiments.run(query_config(**{"data.limit": 20} | changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_every_run_of_a_scatter_is_drawn(tmp_path):
+    def marks(number):
+        x = np.linspace(0, 9, number)
+        series = plotting.Series(x, x, 0 * x)
+        panel = plotting.Panel("", {"runs": series}, "x", "y", points=True)
+        plotting.panels(tmp_path / "scatter.svg", [panel])
+        return (tmp_path / "scatter.svg").read_text().count("<use ")
+
+    assert marks(60) - marks(10) == 50  # the rest are ticks and letters

@@ -104,7 +104,7 @@ def panels(
                 markersize=4,
                 linewidth=1.2,
                 capsize=2,
-                markevery=max(1, len(series.x) // 12),
+                markevery=1 if part.points else max(1, len(series.x) // 12),
                 fillstyle="none" if number % 2 else "full",
             )
         axis.set(title=part.title, xlabel=part.xlabel, ylabel=part.ylabel)
