@@ -15,6 +15,7 @@ from flax import nnx
 
 from uhop_jax.data import Images, labelled_images
 from uhop_jax.layers import KernelParam, separation_losses
+from uhop_jax.models import ViH
 from uhop_jax.training import (
     ARMS,
     Data,
@@ -346,6 +347,28 @@ def test_one_patch_is_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer_of()
+
+
+@pytest.mark.filterwarnings("ignore:a patch of")
+def test_with_one_memory_sparse_and_dense_are_one_model():
+    """The paper's CIFAR setting, with the kernel too."""
+    images = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 4, 1)))
+
+    def logits_and_slopes(**options):
+        model = ViH((4, 4, 1), 5, patch=4, size=8, rngs=nnx.Rngs(0), **options)
+        graphdef, state = nnx.split(model)
+        logits, pull = jax.vjp(lambda s: nnx.merge(graphdef, s)(images), state)
+        found = pull(jnp.sin(logits))[0]
+        return logits, jax.tree.leaves(nnx.filter_state(found, nnx.Not(KernelParam)))
+
+    dense = logits_and_slopes(separation="softmax")
+    for options in ({"separation": "sparsemax"}, {"kernel": True}):
+        for a, b in zip(
+            jax.tree.leaves(dense),
+            jax.tree.leaves(logits_and_slopes(**options)),
+            strict=True,
+        ):
+            assert_close(a, b)
 
 
 def test_kernels_are_what_stage_one_may_move():
