@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from uhop_jax._checks import check_choice, check_count
+from uhop_jax._checks import check_choice, check_count, is_traced
 from uhop_jax.layers import Hopfield, HopfieldLayer, HopfieldPooling, dropped
 from uhop_jax.separation import Entmax, Separation
 
@@ -446,13 +446,14 @@ def start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
             number = inputs if isinstance(inputs, int) else math.prod(inputs)
             parts = filter(None, (node.kernel, node.bias))
             found += [(variable, number**-0.5) for variable in parts]
-    total = sum(variable.size for variable, _ in found)
-    draw = jax.random.uniform(rngs.params(), (total,), minval=-1.0)
-    first = 0
-    for variable, bound in found:
-        value = draw[first : first + variable.size].reshape(variable.shape)
-        variable[...] = (bound * value).astype(variable.dtype)
-        first += variable.size
+    ends = np.cumsum([variable.size for variable, _ in found])
+    draw: Any = jax.random.uniform(rngs.params(), (int(ends[-1]),), minval=-1.0)
+    split: Any = jnp.split
+    if not is_traced(draw):  # each of the parts would be a program of its own
+        draw, split = np.asarray(draw), np.split
+    for (variable, bound), part in zip(found, split(draw, ends[:-1]), strict=True):
+        value = (bound * part).reshape(variable.shape)
+        variable.set_value(jnp.asarray(value, variable.dtype))
 
 
 def _normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> nnx.Param:

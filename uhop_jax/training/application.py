@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 from flax import nnx
 from ml_collections import ConfigDict
@@ -15,7 +14,13 @@ from uhop_jax import plotting
 from uhop_jax._checks import check_count, check_positive
 from uhop_jax.training.arms import arm_of
 from uhop_jax.training.run import Goal
-from uhop_jax.training.steps import StageOne, Task, Trainer, TrainState
+from uhop_jax.training.steps import (
+    StageOne,
+    Task,
+    Trainer,
+    TrainState,
+    number_of_parameters,
+)
 
 Rows = list[dict[str, Any]]
 # One model of a study: a named tuple with an `arm` and a `title`, which also names its
@@ -130,8 +135,7 @@ class Application(abc.ABC):
 
 def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:
     """Number of parameters of a model, which is not built for it."""
-    model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return number_of_parameters(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
 
 
 def with_matched_size(

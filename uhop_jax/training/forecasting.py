@@ -22,7 +22,6 @@ from uhop_jax.models import STanHop, baselines
 from uhop_jax.training.application import (
     Application,
     Rows,
-    parameters_of,
     with_matched_size,
 )
 from uhop_jax.training.arms import arm_of, separation_options
@@ -192,7 +191,7 @@ class Forecasting(Application):
         best = best_epoch(ours, "validation_loss", True)
         tested = self._tested(cell, trainer, ours[best - 1]["step"], directory)
         row = self._record(cell) | {
-            "parameters": parameters_of(trainer.task.build),
+            "parameters": trainer.parameters,
             "epochs": len(ours),
             "best_epoch": best,
             "validation_loss": ours[best - 1]["validation_loss"],

@@ -128,6 +128,11 @@ class TrainState(NamedTuple):
     sums: dict[str, Array]
 
 
+def number_of_parameters(model: nnx.Module) -> int:
+    """Numbers that a model learns."""
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
 class Trainer:
     """The compiled functions of a run.
 
@@ -138,6 +143,9 @@ class Trainer:
       batch_size: examples in a step of the task, `B_2`.
       seeds: runs that are trained side by side.
       devices: over which each batch is spread.
+
+    Attributes:
+      parameters: numbers that the model learns.
 
     Raises:
       ValueError: if a number is out of range, or batches do not fit the devices.
@@ -180,6 +188,7 @@ class Trainer:
         graphdef, kernels, *_ = nnx.split(model, KernelParam, ...)
         self.graphdef: Any = graphdef
         self.has_kernels = bool(jax.tree.leaves(kernels))
+        self.parameters = number_of_parameters(model)
         if stage_one.schedule != "none" and not self.has_kernels:
             raise ValueError(
                 f"stage_one.schedule {stage_one.schedule!r} needs a model with kernels"

@@ -24,7 +24,6 @@ from uhop_jax.models import ViH, VisionHopfield
 from uhop_jax.training.application import (
     Application,
     Rows,
-    parameters_of,
     with_matched_size,
 )
 from uhop_jax.training.arms import arm_of, separation_options
@@ -127,7 +126,6 @@ class Vision(Application):
         del directory
         config = self.config
         part = "fit" if config.train.test_train else "train"
-        count = parameters_of(trainer.task.build)
         rows = []
         ours = [row for row in history if row["phase"] == "task"]
         for (seed,), epochs in records.grouped(ours, ("seed",)).items():
@@ -137,7 +135,7 @@ class Vision(Application):
                     "model": config.model.name,
                     **cell._asdict(),
                     "seed": seed,
-                    "parameters": count,
+                    "parameters": trainer.parameters,
                     "max_train_accuracy": max(r[f"{part}_accuracy"] for r in epochs),
                     "test_accuracy": epochs[-1]["test_accuracy"],
                     "best_test_accuracy": max(r["test_accuracy"] for r in epochs),
