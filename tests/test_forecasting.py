@@ -76,7 +76,9 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     best = min(rows, key=lambda row: float(row["validation_loss"]))
     assert ours["validation_loss"] == best["validation_loss"]
     assert ours["best_epoch"] == best["epoch"]
-    assert float(rows[-1]["separation"]) < float(rows[0]["separation"]) < 0
+    for name in ("separation", "separation_gap"):
+        assert float(rows[-1][name]) < float(rows[0][name])
+    assert float(rows[0]["separation"]) < 0 < float(rows[-1]["separation_gap"])
 
     # Baselines on the same windows.
     series = data.series(str(path))

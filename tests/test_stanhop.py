@@ -234,10 +234,10 @@ def test_kernels():
     x = windows(2, 12, 3)
     model = small(kernel=kernels(8))
     assert_close(model(x), small()(x))
-    losses = separation_losses(model, x)
+    losses = separation_losses(model, x).loss
     assert losses.shape == (11,)
     slopes = jax.grad(
-        lambda state: separation_losses(nnx.merge(graphdef, state), x).sum()
+        lambda state: separation_losses(nnx.merge(graphdef, state), x).loss.sum()
     )
     graphdef, state = nnx.split(model)
     for path, slope in nnx.to_flat_state(slopes(state)):

@@ -27,7 +27,14 @@ from uhop_jax.training.application import (
 )
 from uhop_jax.training.arms import arm_of, separation_options
 from uhop_jax.training.run import Data, Goal, best_epoch, best_state
-from uhop_jax.training.steps import Batch, Split, Task, Trainer, TrainState
+from uhop_jax.training.steps import (
+    SEPARATIONS,
+    Batch,
+    Split,
+    Task,
+    Trainer,
+    TrainState,
+)
 
 LOSSES = ("mae", "mse")
 # Epochs after which the learning rate is halved.
@@ -198,14 +205,14 @@ class Forecasting(Application):
             "validation_loss": ours[best - 1]["validation_loss"],
             "test_mse": tested["test_mse"],
             "test_mae": tested["test_mae"],
-            "separation": ours[-1]["separation"],
         }
+        row |= {name: ours[-1][name] for name in SEPARATIONS}
         return [row]
 
     def _record(self, cell: Cell) -> dict[str, Any]:
         row: dict[str, Any] = {**cell._asdict(), "window": self.config.window}
         empty = ("parameters", "epochs", "best_epoch", "validation_loss")
-        row |= dict.fromkeys((*empty, "test_mse", "test_mae", "separation"), "")
+        row |= dict.fromkeys((*empty, "test_mse", "test_mae", *SEPARATIONS), "")
         stated = paper.FORECASTS.get((cell.data, cell.horizon))
         pairs = {"GSH": "plain", "GSH + U-Hop": "uhop"}
         known = stated is not None and cell.arm in pairs

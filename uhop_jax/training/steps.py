@@ -23,6 +23,9 @@ from uhop_jax.layers import KernelParam, separation_losses
 from uhop_jax.losses import LOSSES
 
 SCHEDULES = ("none", "bilevel", "warmup", "reference")
+# What a Stage I step adds up, mean over layers: the loss, and how far it is above its
+# lower bound.
+SEPARATIONS = ("separation", "separation_gap")
 # Streams of random numbers of a seed.
 INIT, ORDER, STAGE_ONE, TASK = range(4)
 
@@ -224,7 +227,7 @@ class Trainer:
 
     def no_sums(self) -> dict[str, Array]:
         """Sums of an epoch in which nothing has happened."""
-        names = (*self.metrics, "separation", "examples")
+        names = (*self.metrics, *SEPARATIONS, "examples")
         # Arrays of their own: a state is donated to the step that follows it.
         return {name: jnp.zeros(len(self.keys), jnp.float32) for name in names}
 
@@ -415,25 +418,27 @@ class Trainer:
         batch = self._take(self.task.train.take, arrays, index)
         inputs = self.task.inputs(batch)
 
-        def loss(learned: Any) -> Array:
+        def loss(learned: Any) -> tuple[Array, Array]:
             kernels, rest = learned if through else (learned, state.rest)
             model = nnx.merge(self.graphdef, kernels, rest)
-            losses = separation_losses(
+            found = separation_losses(
                 model,
                 *inputs,
                 kind=self.stage_one.loss,
                 t=self.stage_one.t,
                 through=through,
             )
-            return losses.mean()
+            return found.loss.mean(), found.gap.mean()
 
         learned = (state.kernels, state.rest) if through else state.kernels
-        value, slope = jax.value_and_grad(loss)(learned)
+        (value, gap), slope = jax.value_and_grad(loss, has_aux=True)(learned)
         learned = jax.tree.map(
             lambda w, g: w - jnp.asarray(self.stage_one.rate, w.dtype) * g,
             learned,
             slope,
         )
         kernels, rest = learned if through else (learned, state.rest)
-        sums = state.sums | {"separation": state.sums["separation"] + value}
+        sums = dict(state.sums)
+        for name, found in zip(SEPARATIONS, (value, gap), strict=True):
+            sums[name] = sums[name] + found
         return state._replace(kernels=kernels, rest=rest, sums=sums)
