@@ -188,9 +188,17 @@ def test_numbers_of_the_paper_are_beside_ours():
 def test_arms(path, arm, separation, kernel):
     study = Forecasting(tiny(path, arms=(arm,)))
     (cell,) = study.cells()
-    layer = study.task(cell).build(nnx.Rngs(0)).encoder[0].time
+    task = study.task(cell)
+    layer = task.build(nnx.Rngs(0)).encoder[0].time
     assert type(layer.separation).__name__ == separation
     assert (layer.kernel is not None) == kernel
+    assert not task.validation.by_batch
+
+
+def test_the_release_judges_an_epoch_by_its_batches(path):
+    study = Forecasting(tiny(path, **{"model.preset": "released"}))
+    task = study.task(study.cells()[0])
+    assert task.validation.by_batch and not task.test.by_batch
 
 
 @pytest.mark.parametrize("variant", config_module("time_series").VARIANTS)

@@ -214,6 +214,12 @@ def test_the_test_split_is_whole_whatever_the_batch(batch, on_device):  # UC-34
     found = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
     assert_close(found["loss"], [5.8], floor=1e-6)
     assert_close(found["right"], [0.8], floor=1e-6)
+    # A mean over batches, of which the last one counts as a full one.
+    split = trainer.task.test._replace(by_batch=True)
+    trainer.task = trainer.task._replace(test=split)
+    found = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
+    wanted = {1: 5.8, 2: (1 + 1 + 25) / 3, 3: (1 + (1 + 25) / 2) / 2, 10: 5.8}
+    assert_close(found["loss"], [wanted[batch]], floor=1e-6)
 
 
 DEVICES = """

@@ -230,13 +230,17 @@ class Data:
     def evaluate(self, state: TrainState, part: str) -> dict[str, np.ndarray]:
         """Mean of each metric over a whole split (its name), for each seed."""
         split: Split = getattr(self.trainer.task, part)
-        names = self.trainer.metrics
+        names, batch = self.trainer.metrics, self.trainer.batch_size
+        count, last = split.size, 1.0
+        if split.by_batch and split.size % batch:
+            last = batch / (split.size % batch)
+            count = -(-split.size // batch) * batch
         sums = {name: np.zeros(len(self.trainer.keys)) for name in names}
         for arrays, number in self._blocks(split):
-            found = self.trainer.evaluate(state, arrays, number, split.take)
+            found = self.trainer.evaluate(state, arrays, number, split.take, last)
             for name in names:
                 sums[name] += np.asarray(found[name], np.float64)
-        return {name: total / split.size for name, total in sums.items()}
+        return {name: total / count for name, total in sums.items()}
 
     def _resident(self, split: Split) -> bool:
         return self.on_device or not split.by_row

@@ -42,12 +42,15 @@ class Split(NamedTuple):
       take: `take(arrays, index)` gives the batch of some examples.
       by_row: whether each array has one row for each example, so that a part of the
         rows can be streamed.
+      by_batch: whether its metrics are means over batches, of which a last one that is
+        not full counts as much as the others, and not means over examples.
     """
 
     arrays: Mapping[str, np.ndarray]
     size: int
     take: Take
     by_row: bool = True
+    by_batch: bool = False
 
 
 class Task(NamedTuple):
@@ -310,9 +313,17 @@ class Trainer:
 
     @functools.partial(jax.jit, static_argnums=(0, 4))
     def evaluate(
-        self, state: TrainState, arrays: Any, number: Array, take: Take
+        self,
+        state: TrainState,
+        arrays: Any,
+        number: Array,
+        take: Take,
+        last: Array | float = 1.0,
     ) -> dict[str, Array]:
-        """Sums of the metrics over the first `number` examples that `take` gives."""
+        """Sums of the metrics over the first `number` examples that `take` gives.
+
+        Those of a last batch that is not full count `last` times.
+        """
         size = self.batch_size
 
         def one(kernels: Any, rest: Any) -> dict[str, Array]:
@@ -320,13 +331,13 @@ class Trainer:
 
             def body(i: Array, sums: dict[str, Array]) -> dict[str, Array]:
                 index = i * size + jnp.arange(size)
-                valid = index < number
+                weight = jnp.where((i + 1) * size > number, last, 1.0)
+                weight = jnp.where(index < number, weight, 0.0).astype(jnp.float32)
                 index = jnp.minimum(index, number - 1)
                 batch = self._take(take, arrays, index)
                 found = self.task.score(model, batch, None)
                 return {
-                    name: total
-                    + jnp.where(valid, found[name], 0.0).sum(dtype=jnp.float32)
+                    name: total + (weight * found[name]).sum(dtype=jnp.float32)
                     for name, total in sums.items()
                 }
 
