@@ -18,7 +18,7 @@ from uhop_jax.training.forecasting import Forecasting
 
 TINY = {
     "horizon": (4,),
-    "window": 12,
+    "window": (12,),
     "arms": ("MHM + U-Hop",),
     "model.segment": 4,
     "model.size": 8,
@@ -90,6 +90,7 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     ):
         assert row["arm"] == found["method"]
         assert float(row["test_mse"]) == pytest.approx(found["mse"])
+        assert 0 < float(row["validation_loss"]) != float(row["test_mae"])
 
     # The error of the best checkpoint, by hand: windows, scaling, exact mean (UC-34).
     study = Forecasting(tiny(path))
@@ -177,6 +178,41 @@ def test_numbers_of_the_paper_are_beside_ours():
     assert [signs.count(s) for s in (1, 0, -1)] == [7, 1, 4]  # wins, ties, losses
 
 
+def test_several_windows(path):
+    """Each is a run; the table marks what validation chooses, the figure shows all."""
+    study = Forecasting(tiny(path, window=(8, 12), horizon=(4, 6), seeds=(0, 1)))
+    cells = study.cells()
+    assert len({cell.title for cell in cells}) == 8
+    assert all(study._loaded(*c[:3])[1].test.in_len == c.window for c in cells)
+    sizes = {(c.horizon, study._loaded(*c[:3])[1].test.size) for c in cells}
+    assert len(sizes) == 2  # the number of targets depends on the horizon alone
+    rows = []
+    for cell in cells:  # the one with the higher test error is chosen
+        chosen = cell.window == (8 if cell.horizon == 4 else 12)
+        row = study._record(cell) | {"parameters": 9, "test_mae": 1.0}
+        row |= {
+            "validation_loss": 1 - 0.1 * chosen + cell.seed,
+            "test_mse": 2.0 + chosen,
+        }
+        rows.append(row)
+    head, _, *lines, note = study.report(rows).splitlines()
+    assert head.startswith("data, horizon, window, arm")
+    assert [line.split("  ")[0] for line in lines] == [
+        "mine.csv, 4, 8, MHM + U-Hop *",
+        "mine.csv, 4, 12, MHM + U-Hop",
+        "mine.csv, 6, 8, MHM + U-Hop",
+        "mine.csv, 6, 12, MHM + U-Hop *",
+    ]
+    assert note == "* the window of least validation loss"
+    panels = study.figures({}, rows)["figure.png"]
+    assert [p.title for p in panels[::2]] == [
+        "mine.csv, horizon 4",
+        "mine.csv, horizon 6",
+    ]
+    assert panels[0].series["MHM + U-Hop"].x == [8, 12]
+    assert panels[0].series["MHM + U-Hop"].mean == [3, 2]
+
+
 @pytest.mark.parametrize(
     "arm, separation, kernel",
     [
@@ -222,10 +258,11 @@ def test_learning_rate_is_halved_after_the_epochs_of_the_schedule(path):
 
 
 WRONG = [
-    ({"data.name": ""}, "data.name, horizon and arms must each name at least one"),
+    ({"data.name": ""}, "data.name, horizon, window and arms must each name"),
     ({"data.name": "etth2"}, "etth2"),
-    ({"window": 80}, "a window takes 84 rows"),
+    ({"window": (12, 80)}, "a window takes 84 rows"),
     ({"horizon": (0,)}, "horizon must be at least 1, got 0"),
+    ({"window": ("x",)}, "window must be an integer, got 'x'"),
     ({"arms": ("MHM + U-Hop, reference",)}, "is of the authors' image code"),
     ({"train.loss": "rmse"}, "unknown train.loss 'rmse'; choose one of mae, mse"),
     ({"train.schedule": "cosine"}, "unknown train.schedule 'cosine'"),

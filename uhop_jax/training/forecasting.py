@@ -53,37 +53,39 @@ class Cell(NamedTuple):
     Attributes:
       data: name or path of the series.
       horizon: steps of the forecast.
+      window: steps of the input.
       arm: name in `ARMS`.
       seed: of start values, order and dropout.
     """
 
     data: str
     horizon: int
+    window: int
     arm: str
     seed: int
 
     @property
     def title(self) -> str:
-        name = Path(self.data).name
-        return f"{name}, horizon {self.horizon}, {self.arm}, seed {self.seed}"
+        name = f"{Path(self.data).name}, horizon {self.horizon}, window {self.window}"
+        return f"{name}, {self.arm}, seed {self.seed}"
 
 
 class Forecasting(Application):
-    """Studies of `configs/time_series.py`: data sets, horizons, arms and seeds.
+    """Studies of `configs/time_series.py`: data sets, horizons, windows, arms, seeds.
 
     Each seed is a run of its own, with its own best epoch.
     """
 
-    free = (*Application.free, "horizon", "seeds", "data.name")
+    free = (*Application.free, "horizon", "window", "seeds", "data.name")
 
     def __init__(self, config: ConfigDict):
         super().__init__(config)
         check_choice("train.loss", config.train.loss, LOSSES)
         check_choice("train.schedule", config.train.schedule, SCHEDULES)
         check_positive("train.clip", config.train.clip)
-        check_count("window", config.window, 1)
-        for horizon in config.horizon:
-            check_count("horizon", horizon, 1)
+        for name in ("horizon", "window"):
+            for steps in config[name]:
+                check_count(name, steps, 1)
         for arm in config.arms:
             if arm_of(arm).reference:
                 raise ValueError(
@@ -94,7 +96,8 @@ class Forecasting(Application):
     @property
     def title(self) -> str:
         names = ", ".join(Path(name).name for name in self._names())
-        return f"{names}, window {self.config.window}"
+        windows = ", ".join(map(str, self.config.window))
+        return f"{names}, window {windows}"
 
     def _names(self) -> list[str]:
         names = [name.strip() for name in self.config.data.name.split(",")]
@@ -103,19 +106,27 @@ class Forecasting(Application):
     def cells(self) -> list[Cell]:
         config = self.config
         found = [
-            Cell(name, int(horizon), arm, int(seed))
-            for name, horizon, seed, arm in itertools.product(
-                self._names(), config.horizon, config.seeds, config.arms
+            Cell(*place, arm, int(seed))
+            for place, seed, arm in itertools.product(
+                self._places(), config.seeds, config.arms
             )
         ]
         if not found:
-            raise ValueError("data.name, horizon and arms must each name at least one")
+            raise ValueError(
+                "data.name, horizon, window and arms must each name at least one"
+            )
         return found
+
+    def _places(self) -> list[tuple[str, int, int]]:
+        """Data, horizon and window of every comparison."""
+        return list(
+            itertools.product(self._names(), self.config.horizon, self.config.window)
+        )
 
     def check(self) -> None:
         """Loads all series, and tries each arm with the first of them."""
-        for name, horizon in itertools.product(self._names(), self.config.horizon):
-            self._loaded(name, horizon)
+        for place in self._places():
+            self._loaded(*place)
         first = self.cells()[0]
         for arm in self.config.arms:
             self.task(first._replace(arm=arm))
@@ -133,22 +144,23 @@ class Forecasting(Application):
         return data.series(name, directory=directory, **options)
 
     @functools.cached_property
-    def _loaded(self) -> Callable[[str, int], tuple[data.Series, data.Splits]]:
+    def _loaded(self) -> Callable[[str, int, int], tuple[data.Series, data.Splits]]:
         series = functools.cache(self.series)
 
         @functools.cache
-        def load(name: str, horizon: int) -> tuple[data.Series, data.Splits]:
+        def load(
+            name: str, horizon: int, window: int
+        ) -> tuple[data.Series, data.Splits]:
             found = series(name)
             split = tuple(self.config.data.split) or name
             where = data.borders(split, len(found.values))
-            in_len = self.config.window
-            splits = data.splits(found.values, where, in_len=in_len, out_len=horizon)
+            splits = data.splits(found.values, where, in_len=window, out_len=horizon)
             return found, splits
 
         return load
 
     def task(self, cell: Any) -> Task:
-        series, splits = self._loaded(cell.data, cell.horizon)
+        series, splits = self._loaded(*cell[:3])
         kind = self.config.train.loss
 
         def inputs(batch: Batch) -> tuple:
@@ -186,13 +198,16 @@ class Forecasting(Application):
 
     def untrained(self) -> Rows:
         rows = []
-        for name, horizon in itertools.product(self._names(), self.config.horizon):
-            series, splits = self._loaded(name, horizon)
+        kind = self.config.train.loss
+        for place in self._places():
+            series, splits = self._loaded(*place)
             forecasts = baselines.baselines(splits.train, period=series.period)
-            for found in baselines.evaluate(forecasts, splits.test):
-                row = self._record(Cell(name, horizon, found["method"], 0))
+            judged = baselines.evaluate(forecasts, splits.validation)
+            tested = baselines.evaluate(forecasts, splits.test)
+            for chosen, found in zip(judged, tested, strict=True):
+                row = self._record(Cell(*place, found["method"], 0))
                 row |= {"seed": "", "test_mse": found["mse"], "test_mae": found["mae"]}
-                rows.append(row)
+                rows.append(row | {"validation_loss": chosen[kind]})
         return rows
 
     def summary(
@@ -213,7 +228,7 @@ class Forecasting(Application):
         return [row]
 
     def _record(self, cell: Cell) -> dict[str, Any]:
-        row: dict[str, Any] = {**cell._asdict(), "window": self.config.window}
+        row: dict[str, Any] = dict(cell._asdict())
         empty = ("parameters", "epochs", "best_epoch", "validation_loss")
         row |= dict.fromkeys((*empty, "test_mse", "test_mae", *SEPARATIONS), "")
         stated = paper.FORECASTS.get((cell.data, cell.horizon))
@@ -234,11 +249,11 @@ class Forecasting(Application):
         step, state = best_state(trainer, self.goal(), directory)
         found = Data(trainer).evaluate(state, "test")
         row = {"step": step} | {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
-        series, splits = self._loaded(cell.data, cell.horizon)
+        series, splits = self._loaded(*cell[:3])
         places = np.linspace(0, splits.test.size - 1, SHOWN).astype(int)
         rows = splits.test.rows
-        windows = [rows[i : i + self.config.window] for i in places]
-        windows.append(self._last_window(series, splits.scaler))
+        windows = [rows[i : i + cell.window] for i in places]
+        windows.append(splits.scaler.scaled(series.values[-cell.window :]))
         *shown, ahead = self._forecasts(trainer, state, windows, splits.scaler)
         self._export(directory / "predictions.csv", series, ahead)
         self._figure(directory / "forecasts.png", cell, places, shown)
@@ -247,40 +262,49 @@ class Forecasting(Application):
         return row
 
     def report(self, rows: Rows) -> str:
-        """One line for each data set, horizon and arm, beside what the paper states."""
-        lines = [["data, horizon, arm", "parameters", "seeds", "MSE", "MAE"]]
-        lines[0] += ["paper's MSE", "MAE"]
+        """One line for each data set, horizon, window and arm, beside the paper's.
+
+        Of several windows, that of the least validation loss is marked.
+        """
+        several = len(self.config.window) > 1
+        lines = [["data, horizon, window, arm" if several else "data, horizon, arm"]]
+        lines[0] += ["parameters", "seeds", "MSE", "MAE", "paper's MSE", "MAE"]
         order = list(dict.fromkeys((r["data"], r["horizon"]) for r in rows))
         rows = sorted(rows, key=lambda r: order.index((r["data"], r["horizon"])))
-        for (name, horizon, arm), ours in records.grouped(
-            rows, ("data", "horizon", "arm")
-        ).items():
-            count = ours[0]["parameters"]
-            line = [f"{Path(name).name}, {horizon}, {arm}"]
-            line += [f"{count:,}" if count else "-", str(len(ours)) if count else "-"]
-            for metric in ("test_mse", "test_mae"):
-                line.append(records.mean_and_spread([row[metric] for row in ours]))
-            line += [str(ours[0][f"paper_{m}"] or "-") for m in LOSSES[::-1]]
-            lines.append(line)
-        return records.aligned(lines)
+        group = ("data", "horizon", "arm")
+        for (name, horizon, arm), ours in records.grouped(rows, group).items():
+            best = records.of_least(ours, "window", "validation_loss")
+            for (window,), lot in records.grouped(ours, ("window",)).items():
+                names = [Path(name).name, str(horizon), str(window), arm]
+                if several:
+                    names[-1] += " *" * (lot[0] in best)
+                else:
+                    del names[2]
+                count = lot[0]["parameters"]
+                line = [", ".join(names), f"{count:,}" if count else "-"]
+                line.append(str(len(lot)) if count else "-")
+                for metric in ("test_mse", "test_mae"):
+                    line.append(records.mean_and_spread([row[metric] for row in lot]))
+                line += [str(lot[0][f"paper_{m}"] or "-") for m in LOSSES[::-1]]
+                lines.append(line)
+        text = records.aligned(lines)
+        return text + "\n* the window of least validation loss" * several
 
     def figures(
         self, histories: Mapping[Any, Rows], rows: Rows
     ) -> Mapping[str, Sequence[plotting.Panel]]:
-        """Errors against the horizon if there are several, else curves of each arm."""
-        parts = []
+        """Errors against window or horizon if there are several, else curves."""
+        config, parts = self.config, []
         for name in self._names():
             title = Path(name).name
             ours = [row for row in rows if row["data"] == name]
-            if len(self.config.horizon) > 1:
-                for metric in ("MSE", "MAE"):
-                    curves = records.curves(
-                        ours, "horizon", f"test_{metric.lower()}", "arm"
-                    )
-                    label = f"test {metric} of standardised values"
-                    parts.append(
-                        plotting.Panel(title, curves, "horizon in steps", label)
-                    )
+            if len(config.window) > 1:
+                for horizon in config.horizon:
+                    lot = [row for row in ours if row["horizon"] == horizon]
+                    parts += _errors(f"{title}, horizon {horizon}", lot, "window")
+                continue
+            if len(config.horizon) > 1:
+                parts += _errors(title, ours, "horizon")
                 continue
             for part in ("train", "validation"):
                 long = [
@@ -291,7 +315,7 @@ class Forecasting(Application):
                     if row["phase"] == "task"
                 ]
                 curves = records.curves(long, "epoch", f"{part}_loss", "arm")
-                label = f"{part} {self.config.train.loss.upper()}"
+                label = f"{part} {config.train.loss.upper()}"
                 parts.append(plotting.Panel(title, curves, "epoch", label))
         return {"figure.png": parts}
 
@@ -299,27 +323,23 @@ class Forecasting(Application):
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
         """Writes `predictions.csv`: what follows the last window of a csv."""
-        series, splits = self._loaded(cell.data, cell.horizon)
+        series, splits = self._loaded(*cell[:3])
         given = self.series(self.config.predict, constant="keep")
         if given.names != series.names:
             raise ValueError(
                 f"predict: the model has the columns {', '.join(series.names)}, "
                 f"{self.config.predict} has {', '.join(given.names)}"
             )
-        window = self.config.window
-        if len(given.values) < window:
+        if len(given.values) < cell.window:
             raise ValueError(
-                f"predict: a window takes {window} rows, {self.config.predict} has "
-                f"{len(given.values)}"
+                f"predict: a window takes {cell.window} rows, {self.config.predict} "
+                f"has {len(given.values)}"
             )
-        windows = [self._last_window(given, splits.scaler)]
+        windows = [splits.scaler.scaled(given.values[-cell.window :])]
         (ahead,) = self._forecasts(trainer, state, windows, splits.scaler)
         path = directory / "predictions.csv"
         self._export(path, given, ahead)
         return f"{len(ahead)} rows after {date_text(given.dates[-1])} written to {path}"
-
-    def _last_window(self, series: data.Series, scaler: data.Scaler) -> np.ndarray:
-        return scaler.scaled(series.values[-self.config.window :])
 
     def _forecasts(
         self,
@@ -347,12 +367,12 @@ class Forecasting(Application):
         self, path: Path, cell: Cell, places: np.ndarray, forecasts: Sequence
     ) -> None:
         """Forecasts against truth, for some windows of the test split and series."""
-        series, splits = self._loaded(cell.data, cell.horizon)
-        before = min(self.config.window, 2 * cell.horizon)
+        series, splits = self._loaded(*cell[:3])
+        before = min(cell.window, 2 * cell.horizon)
         parts = []
         for column in range(min(SHOWN, len(series.names))):
             for place, forecast in zip(places, forecasts, strict=True):
-                first = splits.test.start + place + self.config.window
+                first = splits.test.start + place + cell.window
                 truth = series.values[first - before : first + cell.horizon, column]
                 curves = {
                     "truth": _curve(range(-before, cell.horizon), truth),
@@ -390,7 +410,7 @@ def model_of(
 
         return STanHop(
             series,
-            config.window,
+            cell.window,
             cell.horizon,
             size=size,
             kernel=features if kernel else False,
@@ -418,6 +438,19 @@ def _splits_of(splits: data.Splits) -> list[Split]:
         rows = np.pad(windows.rows, ((0, missing), (0, 0)))
         found.append(Split({"rows": rows}, windows.size, take, by_row=False))
     return found
+
+
+def _errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
+    """Test errors of each arm against the horizon or the window."""
+    return [
+        plotting.Panel(
+            title,
+            records.curves(rows, against, f"test_{metric.lower()}", "arm"),
+            f"{against} in steps",
+            f"test {metric} of standardised values",
+        )
+        for metric in ("MSE", "MAE")
+    ]
 
 
 def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:
