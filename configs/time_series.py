@@ -42,6 +42,11 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.horizon = (96,)  # steps of the forecast, one or several
     config.window = (168,)  # steps of the input, one or several to choose from
 
+    # A memory of past windows for the trained models, each reported beside its model:
+    # "plug" is read without training, "tune" trains what it adds to a frozen model.
+    config.external_memory = ""
+    config.bank = 64  # training windows in it, evenly spaced in time
+
     config.data = ml_collections.ConfigDict()
     config.data.name = variant
     config.data.dir = ""  # of the known sets; "" is pooch's own place

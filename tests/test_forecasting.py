@@ -9,7 +9,7 @@ import pytest
 from conftest import config_module, config_of
 from flax import nnx
 from PIL import Image
-from test_train_script import assert_same_run, records, script
+from test_train_script import assert_same_run, records, script, state_of
 
 from uhop_jax import data, paper
 from uhop_jax.models import baselines
@@ -128,6 +128,51 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     other.write_text(other.read_text().replace("load (MW)", "load"))
     with pytest.raises(ValueError, match="the model has the columns load .MW., heat"):
         study.predict(cell, trainer, state, run)
+
+
+@pytest.mark.slow  # two runs, and four compilations of what judges them
+def test_external_memories(path, tmp_path, capsys):
+    """On the best checkpoint of a run that is there; what is frozen stays as it was."""
+    changes = {"train.epochs": 1, "bank": 5}
+    run, tuned = tmp_path / "run", tmp_path / "run" / "tuned_memory"
+    train_and_evaluate(tiny(path, external_memory="tune", **changes), run)
+    assert "mine.csv, 4, MHM + U-Hop, tune memory" in capsys.readouterr().out
+    *_, plain, ours = records(run / "results.csv")
+    assert (ours["memory"], ours["bank"]) == ("tune", "5")
+    assert ours["test_mse"] != plain["test_mse"]
+    assert float(ours["separation"]) < 0 < float(ours["separation_gap"])
+    (_, before), (_, after) = state_of(run), state_of(tuned)
+    jax.tree.map(
+        np.testing.assert_array_equal, before["rest"], after["rest"].pop("backbone")
+    )
+    frozen = after["kernels"].pop("backbone")
+    jax.tree.map(np.testing.assert_array_equal, before["kernels"], frozen)
+    assert float(after["rest"]["gate"][0]) != 0
+    (phi,) = jax.tree.leaves(after["kernels"])
+    assert phi.shape == (1, 12, 12) and (phi != np.eye(12)).any()
+    stored = after["rest"]["windows"][0]
+    splits = data.splits(
+        data.series(str(path)).values, data.borders("", 100), in_len=12, out_len=4
+    )
+    np.testing.assert_array_equal(stored[:, 0], splits.train.rows[:12].T)
+    np.testing.assert_array_equal(stored[:, -1], splits.train.rows[-16:-4].T)
+
+    # Another memory, on what is finished.
+    times = [(d / "metrics.csv").stat().st_mtime_ns for d in (run, tuned)]
+    train_and_evaluate(tiny(path, external_memory="plug", **changes), run)
+    *_, plain, plug = records(run / "results.csv")
+    names = ("validation_loss", "test_mse", "test_mae")
+    assert all(float(plug[name]) != float(plain[name]) > 0 for name in names)
+    assert [(d / "metrics.csv").stat().st_mtime_ns for d in (run, tuned)] == times
+    for name in ("test.csv", "predictions.csv"):
+        assert (run / name).read_text() != (run / f"plug_{name}").read_text()
+    train_and_evaluate(tiny(path, external_memory="tune", **changes), run)
+    assert records(run / "results.csv")[-1] == ours
+    assert (tuned / "metrics.csv").stat().st_mtime_ns == times[1]
+    with pytest.raises(ValueError, match="config.cell.bank=5, this one has 6"):
+        train_and_evaluate(
+            tiny(path, external_memory="tune", **changes | {"bank": 6}), run
+        )
 
 
 @pytest.mark.slow  # four runs; `test_train_script.py` interrupts the same loop
@@ -264,6 +309,9 @@ WRONG = [
     ({"horizon": (0,)}, "horizon must be at least 1, got 0"),
     ({"window": ("x",)}, "window must be an integer, got 'x'"),
     ({"arms": ("MHM + U-Hop, reference",)}, "is of the authors' image code"),
+    ({"external_memory": "own"}, "unknown external_memory 'own'; choose one of plug"),
+    ({"external_memory": "plug", "bank": 99}, "bank must be at most 55, got 99"),
+    ({"external_memory": "tune", "bank": 0}, "bank must be at least 1, got 0"),
     ({"train.loss": "rmse"}, "unknown train.loss 'rmse'; choose one of mae, mse"),
     ({"train.schedule": "cosine"}, "unknown train.schedule 'cosine'"),
     ({"train.clip": 0.0}, "train.clip must be positive"),

@@ -18,11 +18,12 @@ from uhop_jax import data, paper, plotting, records
 from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax.data.dates import date_text, duration_text
 from uhop_jax.layers import LinearFeatures
-from uhop_jax.models import STanHop, baselines
+from uhop_jax.models import STanHop, TuneAndPlay, baselines
 from uhop_jax.training.application import (
     Application,
     Rows,
     parameters_of,
+    slug,
     with_matched_size,
 )
 from uhop_jax.training.arms import arm_of, separation_options
@@ -43,7 +44,12 @@ SCHEDULES = {
     "type2": (5, 10, 15, 20, 25),
     "constant": (),
 }
+# External memories of a trained model. `plug` needs no training; `tune` trains what it
+# adds, beside the frozen model.
+MEMORIES = ("plug", "tune")
 TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
+# Columns of what the best checkpoint is judged by.
+ERRORS = {"validation_loss": float, "test_mse": float, "test_mae": float}
 SHOWN = 3  # series, and windows of each, in the figure of forecasts
 
 
@@ -56,6 +62,8 @@ class Cell(NamedTuple):
       window: steps of the input.
       arm: name in `ARMS`.
       seed: of start values, order and dropout.
+      memory: "", or the external memory that a trained model has, of `MEMORIES`.
+      bank: windows in that memory.
     """
 
     data: str
@@ -63,11 +71,18 @@ class Cell(NamedTuple):
     window: int
     arm: str
     seed: int
+    memory: str = ""
+    bank: int = 0
+
+    @property
+    def label(self) -> str:
+        """The arm, with its memory."""
+        return f"{self.arm}, {self.memory} memory" if self.memory else self.arm
 
     @property
     def title(self) -> str:
         name = f"{Path(self.data).name}, horizon {self.horizon}, window {self.window}"
-        return f"{name}, {self.arm}, seed {self.seed}"
+        return f"{name}, {self.label}, seed {self.seed}"
 
 
 class Forecasting(Application):
@@ -76,10 +91,20 @@ class Forecasting(Application):
     Each seed is a run of its own, with its own best epoch.
     """
 
-    free = (*Application.free, "horizon", "window", "seeds", "data.name")
+    free = (
+        *Application.free,
+        "horizon",
+        "window",
+        "seeds",
+        "data.name",
+        "external_memory",
+        "bank",
+    )
 
-    def __init__(self, config: ConfigDict):
-        super().__init__(config)
+    def __init__(self, config: ConfigDict, workdir: Path = Path()):
+        super().__init__(config, workdir)
+        if config.external_memory:
+            check_choice("external_memory", config.external_memory, MEMORIES)
         check_choice("train.loss", config.train.loss, LOSSES)
         check_choice("train.schedule", config.train.schedule, SCHEDULES)
         check_positive("train.clip", config.train.clip)
@@ -104,13 +129,16 @@ class Forecasting(Application):
         return [name for name in names if name]
 
     def cells(self) -> list[Cell]:
-        config = self.config
-        found = [
-            Cell(*place, arm, int(seed))
-            for place, seed, arm in itertools.product(
-                self._places(), config.seeds, config.arms
-            )
-        ]
+        """Each model, and after it the same with an external memory."""
+        config, found = self.config, []
+        for place, seed, arm in itertools.product(
+            self._places(), config.seeds, config.arms
+        ):
+            cell = Cell(*place, arm, int(seed))
+            found.append(cell)
+            if config.external_memory:
+                memory = {"memory": config.external_memory, "bank": config.bank}
+                found.append(cell._replace(**memory))
         if not found:
             raise ValueError(
                 "data.name, horizon, window and arms must each name at least one"
@@ -125,11 +153,21 @@ class Forecasting(Application):
 
     def check(self) -> None:
         """Loads all series, and tries each arm with the first of them."""
-        for place in self._places():
-            self._loaded(*place)
+        for cell in self.cells():
+            self._loaded(*cell[:3])
+            if cell.memory:
+                self._bank(cell)
         first = self.cells()[0]
         for arm in self.config.arms:
             self.task(first._replace(arm=arm))
+
+    def directory(self, cell: Any) -> Path:
+        """That of the model; a memory that is tuned is a run within it."""
+        several = len([one for one in self.cells() if not one.memory]) > 1
+        place = self.workdir
+        if several:
+            place = place / slug(_backbone(cell).title)
+        return place / "tuned_memory" if cell.memory == "tune" else place
 
     def seeds(self, cell: Any) -> tuple[int, ...]:
         return (cell.seed,)
@@ -161,13 +199,13 @@ class Forecasting(Application):
 
     def task(self, cell: Any) -> Task:
         series, splits = self._loaded(*cell[:3])
-        kind = self.config.train.loss
+        kind, plugged = self.config.train.loss, self._plugged(cell)
 
         def inputs(batch: Batch) -> tuple:
             return (batch["inputs"],)
 
         def score(model: Any, batch: Batch, key: Array | None) -> dict[str, Array]:
-            forecast = model(*inputs(batch), key=key).astype(jnp.float32)
+            forecast = model(*inputs(batch), key=key, **plugged).astype(jnp.float32)
             error = forecast - batch["targets"]
             found = {
                 "mse": jnp.square(error).mean((-2, -1)),
@@ -180,11 +218,45 @@ class Forecasting(Application):
             return batch
 
         build = model_of(self.config, cell, len(series.names))
+        if cell.memory == "tune":
+            build = self._tuned(cell)
         train, validation, test = _splits_of(splits)
         # The authors' code judges an epoch by the mean over batches, not over windows.
         released = self.config.model.preset == "released"
         validation = validation._replace(by_batch=released)
         return Task(build, score, inputs, unchanged, train, test, validation)
+
+    def _bank(self, cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+        """Windows of the training split, evenly spaced in time, and their futures."""
+        train = self._loaded(*cell[:3])[1].train
+        check_count("bank", cell.bank, 1, train.size)
+        first = np.linspace(0, train.size - 1, cell.bank).round().astype(int)
+        whole = train.rows[first[:, None] + np.arange(train.in_len + train.out_len)]
+        return whole[:, : train.in_len], whole[:, train.in_len :]
+
+    def _plugged(self, cell: Cell) -> dict[str, Array]:
+        """What a model without a memory of its own is called with beside inputs."""
+        if cell.memory != "plug":
+            return {}
+        return {"bank": jnp.asarray(self._bank(cell)[0])}
+
+    def _tuned(self, cell: Cell) -> Callable[[nnx.Rngs], nnx.Module]:
+        """What adds a memory to the best checkpoint of a model that is trained."""
+        trainer = self.trainer(_backbone(cell))
+        _, state = best_state(trainer, self.goal(), self.directory(_backbone(cell)))
+        graphdef, trained = nnx.split(trainer.model(state))
+        windows, futures = map(jnp.asarray, self._bank(cell))
+        arm = arm_of(cell.arm)
+        start = arm.start or self.config.model.kernel_start
+
+        def build(rngs: nnx.Rngs) -> nnx.Module:
+            kernel = None
+            if arm.kernel:
+                kernel = LinearFeatures(cell.window, start=start, rngs=rngs)
+            backbone = nnx.merge(graphdef, trained)
+            return TuneAndPlay(backbone, windows, futures, kernel=kernel, rngs=rngs)
+
+        return build
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         options = self.config.train
@@ -215,48 +287,51 @@ class Forecasting(Application):
     ) -> Rows:
         ours = [row for row in history if row["phase"] == "task"]
         best = best_epoch(ours, "validation_loss", True)
-        tested = self._tested(cell, trainer, ours[best - 1]["step"], directory)
+        tested = self._tested(cell, trainer, ours[best - 1], directory)
         row = self._record(cell) | {
             "parameters": parameters_of(trainer.task.build),
             "epochs": len(ours),
             "best_epoch": best,
-            "validation_loss": ours[best - 1]["validation_loss"],
-            "test_mse": tested["test_mse"],
-            "test_mae": tested["test_mae"],
         }
+        row |= {name: tested[name] for name in ERRORS}
         row |= {name: ours[-1][name] for name in SEPARATIONS}
         return [row]
 
     def _record(self, cell: Cell) -> dict[str, Any]:
-        row: dict[str, Any] = dict(cell._asdict())
-        empty = ("parameters", "epochs", "best_epoch", "validation_loss")
-        row |= dict.fromkeys((*empty, "test_mse", "test_mae", *SEPARATIONS), "")
+        row: dict[str, Any] = cell._asdict() | {"arm": cell.label}
+        empty = ("parameters", "epochs", "best_epoch", *ERRORS, *SEPARATIONS)
+        row |= dict.fromkeys(empty, "")
         stated = paper.FORECASTS.get((cell.data, cell.horizon))
         pairs = {"GSH": "plain", "GSH + U-Hop": "uhop"}
-        known = stated is not None and cell.arm in pairs
-        numbers = getattr(stated, pairs[cell.arm]) if known else ("", "")
+        known = stated is not None and cell.label in pairs
+        numbers = getattr(stated, pairs[cell.label]) if known else ("", "")
         return row | dict(zip(("paper_mse", "paper_mae"), numbers, strict=True))
 
     def _tested(
-        self, cell: Any, trainer: Trainer, step: int, directory: Path
+        self, cell: Any, trainer: Trainer, best: dict[str, Any], directory: Path
     ) -> dict[str, Any]:
         """Errors of the best checkpoint on the test split, kept in `test.csv`."""
-        path = directory / "test.csv"
-        columns = {"step": int, "test_mse": float, "test_mae": float}
-        for row in records.read_rows(path, columns):
-            if row["step"] == step:
+        path = _file(directory, cell, "test.csv")
+        for row in records.read_rows(path, {"step": int, "bank": int, **ERRORS}):
+            if (row["step"], row["bank"]) == (best["step"], cell.bank):
                 return row
         step, state = best_state(trainer, self.goal(), directory)
-        found = Data(trainer).evaluate(state, "test")
-        row = {"step": step} | {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
+        judge = Data(trainer)
+        row = {"step": step, "bank": cell.bank}
+        row["validation_loss"] = best["validation_loss"]
+        if cell.memory == "plug":  # which the run did not have
+            found = judge.evaluate(state, "validation")
+            row["validation_loss"] = float(found["loss"][0])
+        found = judge.evaluate(state, "test")
+        row |= {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
         series, splits = self._loaded(*cell[:3])
         places = np.linspace(0, splits.test.size - 1, SHOWN).astype(int)
         rows = splits.test.rows
         windows = [rows[i : i + cell.window] for i in places]
         windows.append(splits.scaler.scaled(series.values[-cell.window :]))
-        *shown, ahead = self._forecasts(trainer, state, windows, splits.scaler)
-        self._export(directory / "predictions.csv", series, ahead)
-        self._figure(directory / "forecasts.png", cell, places, shown)
+        *shown, ahead = self._forecasts(cell, trainer, state, windows)
+        self._export(_file(directory, cell, "predictions.csv"), series, ahead)
+        self._figure(_file(directory, cell, "forecasts.png"), cell, places, shown)
         if jax.process_index() == 0:
             records.write_csv(path, [row])
         return row
@@ -308,9 +383,9 @@ class Forecasting(Application):
                 continue
             for part in ("train", "validation"):
                 long = [
-                    dict(row, arm=cell.arm)
+                    dict(row, arm=cell.label)
                     for cell, history in histories.items()
-                    if cell.data == name
+                    if cell.data == name and cell.memory != "plug"
                     for row in history
                     if row["phase"] == "task"
                 ]
@@ -336,21 +411,23 @@ class Forecasting(Application):
                 f"has {len(given.values)}"
             )
         windows = [splits.scaler.scaled(given.values[-cell.window :])]
-        (ahead,) = self._forecasts(trainer, state, windows, splits.scaler)
-        path = directory / "predictions.csv"
+        (ahead,) = self._forecasts(cell, trainer, state, windows)
+        path = _file(directory, cell, "predictions.csv")
         self._export(path, given, ahead)
         return f"{len(ahead)} rows after {date_text(given.dates[-1])} written to {path}"
 
     def _forecasts(
         self,
+        cell: Cell,
         trainer: Trainer,
         state: TrainState,
         windows: Sequence[np.ndarray],
-        scaler: data.Scaler,
     ) -> Sequence[np.ndarray]:
         """What follows standardised windows, in the original units."""
         inputs = jnp.asarray(np.stack(windows), jnp.float32)
-        return list(scaler.unscaled(np.asarray(trainer.outputs(state, (inputs,)))))
+        found = trainer.outputs(state, (inputs,), **self._plugged(cell))
+        scaler = self._loaded(*cell[:3])[1].scaler
+        return list(scaler.unscaled(np.asarray(found)))
 
     def _export(self, path: Path, series: data.Series, ahead: np.ndarray) -> None:
         """A csv as that of the series, with the dates that follow its own."""
@@ -422,6 +499,16 @@ def model_of(
     return with_matched_size(
         with_size, size, heads, matched=arm.matched, kernel=arm.kernel
     )
+
+
+def _backbone(cell: Cell) -> Cell:
+    """The cell without an external memory."""
+    return cell._replace(memory="", bank=0)
+
+
+def _file(directory: Path, cell: Cell, name: str) -> Path:
+    """A file of a cell; with a plugged memory it is beside those of its backbone."""
+    return directory / (f"plug_{name}" if cell.memory == "plug" else name)
 
 
 def _splits_of(splits: data.Splits) -> list[Split]:

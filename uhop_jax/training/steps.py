@@ -347,11 +347,16 @@ class Trainer:
         return self._over_seeds(one, (0, 0))(state.kernels, state.rest)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
-    def outputs(self, state: TrainState, inputs: tuple, seed: int = 0) -> Array:
+    def outputs(
+        self, state: TrainState, inputs: tuple, seed: int = 0, **options: Any
+    ) -> Array:
         """What the model of one seed makes of some inputs."""
+        return self.model(state, seed)(*inputs, **options)
+
+    def model(self, state: TrainState, seed: int = 0) -> Any:
+        """The model of one seed."""
         pick = lambda tree: jax.tree.map(lambda x: x[seed], tree)  # noqa: E731
-        model: Any = nnx.merge(self.graphdef, pick(state.kernels), pick(state.rest))
-        return model(*inputs)
+        return nnx.merge(self.graphdef, pick(state.kernels), pick(state.rest))
 
     # One step of one seed
 
