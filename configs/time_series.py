@@ -6,19 +6,21 @@
 |---|---|---|
 | `demo` | does it run? a simulated house, U-Hop, no download | 2 minutes |
 | `etth1`, `ettm1`, `wth` | one set, `--config.horizon=96`, 192, 336, 720 | hours |
+| `windows` | which length of the input? ETTh1, 96, 168, 336, 720 | use an accelerator |
 | `table` | the paper's table: sets, horizons, arms and seeds | use an accelerator |
 | `csv` | your own file, `--config.data.name=FILE.csv` | as its size |
 
 Arms are named in `uhop_jax/training/arms.py`: `GSH` is STanHop-Net as published, `GSH +
 U-Hop` learns kernels in it; `MHM` and `Sparse MHM` are its dense and sparse ablations.
-Several data sets (with commas between), horizons, arms or seeds make a study: one run
-in a directory each, one table beside the paper's numbers, one figure; what is finished
-is kept. Every table has the forecasts that need no training.
+Several data sets (with commas between), horizons, windows, arms or seeds make a study:
+one run in a directory each, one table beside the paper's numbers, one figure; what is
+finished is kept. Every table has the forecasts that need no training. All windows are
+tested on the same targets, and the table marks that of the least validation loss.
 """
 
 import ml_collections
 
-VARIANTS = ("demo", "etth1", "ettm1", "wth", "table", "csv")
+VARIANTS = ("demo", "etth1", "ettm1", "wth", "windows", "table", "csv")
 ARMS = ("GSH", "GSH + U-Hop", "GSH + untrained kernel", "GSH + kernel by task")
 
 
@@ -38,7 +40,12 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.seeds = (0,)  # a run each
     config.arms = ARMS
     config.horizon = (96,)  # steps of the forecast, one or several
-    config.window = 168  # steps of the input
+    config.window = (168,)  # steps of the input, one or several to choose from
+
+    # A memory of past windows for the trained models, each reported beside its model:
+    # "plug" is read without training, "tune" trains what it adds to a frozen model.
+    config.external_memory = ""
+    config.bank = 64  # training windows in it, evenly spaced in time
 
     config.data = ml_collections.ConfigDict()
     config.data.name = variant
@@ -97,12 +104,16 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
         case "demo":
             config.arms = ("GSH + U-Hop",)
             config.horizon = (24,)
-            config.window = 96
+            config.window = (96,)
             config.model.size = 64
             config.model.mlp_size = 128
             config.model.dropout = 0.0
             config.train.epochs = 3
             config.train.learning_rate = 1e-3
+        case "windows":
+            config.data.name = "etth1"
+            config.seeds = (0, 1, 2)
+            config.window = (96, 168, 336, 720)
         case "table":
             config.data.name = "etth1,ettm1,wth"
             config.seeds = (0, 1, 2)

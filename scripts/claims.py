@@ -397,8 +397,15 @@ def forecast(data: str, horizon: int) -> Callable[[Results], Judged]:
 
     def judge(results: Results) -> Judged:
         (rows,) = results.values()
-        rows = [r for r in rows if (r["data"], int(r["horizon"])) == (data, horizon)]
         arms = ("GSH", "GSH + U-Hop")
+        place = data, horizon
+        rows = [r for r in rows if (r["data"], int(r["horizon"])) == place]
+        rows = [
+            row
+            for arm in arms
+            if (ours := [r for r in rows if r["arm"] == arm])
+            for row in records.of_least(ours, "window", "validation_loss")
+        ]
         if not {r["arm"] for r in rows} >= set(arms):
             return Judged("-", "-", UNTESTED)
         texts, verdicts = [], []

@@ -9,7 +9,7 @@ import pytest
 from conftest import config_module, config_of
 from flax import nnx
 from PIL import Image
-from test_train_script import assert_same_run, records, script
+from test_train_script import assert_same_run, records, script, state_of
 
 from uhop_jax import data, paper
 from uhop_jax.models import baselines
@@ -18,7 +18,7 @@ from uhop_jax.training.forecasting import Forecasting
 
 TINY = {
     "horizon": (4,),
-    "window": 12,
+    "window": (12,),
     "arms": ("MHM + U-Hop",),
     "model.segment": 4,
     "model.size": 8,
@@ -76,7 +76,9 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     best = min(rows, key=lambda row: float(row["validation_loss"]))
     assert ours["validation_loss"] == best["validation_loss"]
     assert ours["best_epoch"] == best["epoch"]
-    assert float(rows[-1]["separation"]) < float(rows[0]["separation"]) < 0
+    for name in ("separation", "separation_gap"):
+        assert float(rows[-1][name]) < float(rows[0][name])
+    assert float(rows[0]["separation"]) < 0 < float(rows[-1]["separation_gap"])
 
     # Baselines on the same windows.
     series = data.series(str(path))
@@ -88,6 +90,7 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     ):
         assert row["arm"] == found["method"]
         assert float(row["test_mse"]) == pytest.approx(found["mse"])
+        assert 0 < float(row["validation_loss"]) != float(row["test_mae"])
 
     # The error of the best checkpoint, by hand: windows, scaling, exact mean (UC-34).
     study = Forecasting(tiny(path))
@@ -125,6 +128,51 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     other.write_text(other.read_text().replace("load (MW)", "load"))
     with pytest.raises(ValueError, match="the model has the columns load .MW., heat"):
         study.predict(cell, trainer, state, run)
+
+
+@pytest.mark.slow  # two runs, and four compilations of what judges them
+def test_external_memories(path, tmp_path, capsys):
+    """On the best checkpoint of a run that is there; what is frozen stays as it was."""
+    changes = {"train.epochs": 1, "bank": 5}
+    run, tuned = tmp_path / "run", tmp_path / "run" / "tuned_memory"
+    train_and_evaluate(tiny(path, external_memory="tune", **changes), run)
+    assert "mine.csv, 4, MHM + U-Hop, tune memory" in capsys.readouterr().out
+    *_, plain, ours = records(run / "results.csv")
+    assert (ours["memory"], ours["bank"]) == ("tune", "5")
+    assert ours["test_mse"] != plain["test_mse"]
+    assert float(ours["separation"]) < 0 < float(ours["separation_gap"])
+    (_, before), (_, after) = state_of(run), state_of(tuned)
+    jax.tree.map(
+        np.testing.assert_array_equal, before["rest"], after["rest"].pop("backbone")
+    )
+    frozen = after["kernels"].pop("backbone")
+    jax.tree.map(np.testing.assert_array_equal, before["kernels"], frozen)
+    assert float(after["rest"]["gate"][0]) != 0
+    (phi,) = jax.tree.leaves(after["kernels"])
+    assert phi.shape == (1, 12, 12) and (phi != np.eye(12)).any()
+    stored = after["rest"]["windows"][0]
+    splits = data.splits(
+        data.series(str(path)).values, data.borders("", 100), in_len=12, out_len=4
+    )
+    np.testing.assert_array_equal(stored[:, 0], splits.train.rows[:12].T)
+    np.testing.assert_array_equal(stored[:, -1], splits.train.rows[-16:-4].T)
+
+    # Another memory, on what is finished.
+    times = [(d / "metrics.csv").stat().st_mtime_ns for d in (run, tuned)]
+    train_and_evaluate(tiny(path, external_memory="plug", **changes), run)
+    *_, plain, plug = records(run / "results.csv")
+    names = ("validation_loss", "test_mse", "test_mae")
+    assert all(float(plug[name]) != float(plain[name]) > 0 for name in names)
+    assert [(d / "metrics.csv").stat().st_mtime_ns for d in (run, tuned)] == times
+    for name in ("test.csv", "predictions.csv"):
+        assert (run / name).read_text() != (run / f"plug_{name}").read_text()
+    train_and_evaluate(tiny(path, external_memory="tune", **changes), run)
+    assert records(run / "results.csv")[-1] == ours
+    assert (tuned / "metrics.csv").stat().st_mtime_ns == times[1]
+    with pytest.raises(ValueError, match="config.cell.bank=5, this one has 6"):
+        train_and_evaluate(
+            tiny(path, external_memory="tune", **changes | {"bank": 6}), run
+        )
 
 
 @pytest.mark.slow  # four runs; `test_train_script.py` interrupts the same loop
@@ -175,6 +223,41 @@ def test_numbers_of_the_paper_are_beside_ours():
     assert [signs.count(s) for s in (1, 0, -1)] == [7, 1, 4]  # wins, ties, losses
 
 
+def test_several_windows(path):
+    """Each is a run; the table marks what validation chooses, the figure shows all."""
+    study = Forecasting(tiny(path, window=(8, 12), horizon=(4, 6), seeds=(0, 1)))
+    cells = study.cells()
+    assert len({cell.title for cell in cells}) == 8
+    assert all(study._loaded(*c[:3])[1].test.in_len == c.window for c in cells)
+    sizes = {(c.horizon, study._loaded(*c[:3])[1].test.size) for c in cells}
+    assert len(sizes) == 2  # the number of targets depends on the horizon alone
+    rows = []
+    for cell in cells:  # the one with the higher test error is chosen
+        chosen = cell.window == (8 if cell.horizon == 4 else 12)
+        row = study._record(cell) | {"parameters": 9, "test_mae": 1.0}
+        row |= {
+            "validation_loss": 1 - 0.1 * chosen + cell.seed,
+            "test_mse": 2.0 + chosen,
+        }
+        rows.append(row)
+    head, _, *lines, note = study.report(rows).splitlines()
+    assert head.startswith("data, horizon, window, arm")
+    assert [line.split("  ")[0] for line in lines] == [
+        "mine.csv, 4, 8, MHM + U-Hop *",
+        "mine.csv, 4, 12, MHM + U-Hop",
+        "mine.csv, 6, 8, MHM + U-Hop",
+        "mine.csv, 6, 12, MHM + U-Hop *",
+    ]
+    assert note == "* the window of least validation loss"
+    panels = study.figures({}, rows)["figure.png"]
+    assert [p.title for p in panels[::2]] == [
+        "mine.csv, horizon 4",
+        "mine.csv, horizon 6",
+    ]
+    assert panels[0].series["MHM + U-Hop"].x == [8, 12]
+    assert panels[0].series["MHM + U-Hop"].mean == [3, 2]
+
+
 @pytest.mark.parametrize(
     "arm, separation, kernel",
     [
@@ -186,9 +269,17 @@ def test_numbers_of_the_paper_are_beside_ours():
 def test_arms(path, arm, separation, kernel):
     study = Forecasting(tiny(path, arms=(arm,)))
     (cell,) = study.cells()
-    layer = study.task(cell).build(nnx.Rngs(0)).encoder[0].time
+    task = study.task(cell)
+    layer = task.build(nnx.Rngs(0)).encoder[0].time
     assert type(layer.separation).__name__ == separation
     assert (layer.kernel is not None) == kernel
+    assert not task.validation.by_batch
+
+
+def test_the_release_judges_an_epoch_by_its_batches(path):
+    study = Forecasting(tiny(path, **{"model.preset": "released"}))
+    task = study.task(study.cells()[0])
+    assert task.validation.by_batch and not task.test.by_batch
 
 
 @pytest.mark.parametrize("variant", config_module("time_series").VARIANTS)
@@ -212,11 +303,15 @@ def test_learning_rate_is_halved_after_the_epochs_of_the_schedule(path):
 
 
 WRONG = [
-    ({"data.name": ""}, "data.name, horizon and arms must each name at least one"),
+    ({"data.name": ""}, "data.name, horizon, window and arms must each name"),
     ({"data.name": "etth2"}, "etth2"),
-    ({"window": 80}, "a window takes 84 rows"),
+    ({"window": (12, 80)}, "a window takes 84 rows"),
     ({"horizon": (0,)}, "horizon must be at least 1, got 0"),
+    ({"window": ("x",)}, "window must be an integer, got 'x'"),
     ({"arms": ("MHM + U-Hop, reference",)}, "is of the authors' image code"),
+    ({"external_memory": "own"}, "unknown external_memory 'own'; choose one of plug"),
+    ({"external_memory": "plug", "bank": 99}, "bank must be at most 55, got 99"),
+    ({"external_memory": "tune", "bank": 0}, "bank must be at least 1, got 0"),
     ({"train.loss": "rmse"}, "unknown train.loss 'rmse'; choose one of mae, mse"),
     ({"train.schedule": "cosine"}, "unknown train.schedule 'cosine'"),
     ({"train.clip": 0.0}, "train.clip must be positive"),

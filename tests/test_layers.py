@@ -179,7 +179,7 @@ def test_every_option_does_something(name):
         return
     if name == "separate_states":
         losses = [separation_losses(m, STATE, MEMORIES) for m in (plain, changed)]
-        assert abs(losses[0] - losses[1]) > 1e-3
+        assert abs(losses[0].loss - losses[1].loss) > 1e-3
         return
     key = jax.random.key(0)
     found = [m.associate(3 * STATE, 3 * MEMORIES, key=key) for m in (plain, changed)]
@@ -451,10 +451,13 @@ def test_separation_losses_move_the_kernel_alone():
 
     model = Two(nnx.Rngs(0))
     before = nnx.to_pure_dict(nnx.state(model))
-    losses = separation_losses(model, STATE)
+    losses, gaps = separation_losses(model, STATE)
     features = [STATE, model.first(STATE)]
     wanted = [uhop.separation_loss(f).mean() for f in features]
     assert_close(losses, jnp.stack(wanted))
+    number, size = STATE.shape[-2:]
+    least = uhop.losses.least_separation_loss(number, size)
+    assert_close(gaps, losses - float(least))
     after = nnx.to_pure_dict(nnx.state(model))
     assert jax.tree.structure(before) == jax.tree.structure(after)
     graphdef, kernels, rest = nnx.split(model, KernelParam, ...)
@@ -462,7 +465,7 @@ def test_separation_losses_move_the_kernel_alone():
 
     def total(kernels, rest, through):
         merged = nnx.merge(graphdef, kernels, rest)
-        return separation_losses(merged, STATE, through=through)[1]
+        return separation_losses(merged, STATE, through=through).loss[1]
 
     slope = jax.jit(jax.grad(total, (0, 1)), static_argnums=2)
     own, others = slope(kernels, rest, False)
@@ -478,7 +481,8 @@ def test_separation_losses_leave_masked_memories_out():
     mask = jnp.arange(S) < 4
     found = separation_losses(model, STATE, MEMORIES, mask=mask)
     wanted = separation_losses(model, STATE, MEMORIES[:, :4])
-    assert_close(found, wanted)
+    assert_close(found.loss, wanted.loss)
+    assert_close(found.gap, wanted.gap)
     with pytest.raises(ValueError, match="no Hopfield layer with a kernel"):
         separation_losses(layer(), STATE)
 

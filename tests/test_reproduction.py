@@ -136,7 +136,8 @@ def test_claims_on_synthetic_numbers(uhop, verdict):
 
 def test_forecasts_wait_for_their_file():
     judge = claims.forecast("etth1", 96)
-    row = {"data": "etth1", "horizon": 96, "test_mae": 0.4}
+    row = {"data": "etth1", "horizon": 96, "window": 168, "validation_loss": 0.3}
+    row["test_mae"] = 0.4
     rows = [
         row | {"arm": arm, "test_mse": 0.39 + 0.001 * seed - 0.02 * (arm != "GSH")}
         for arm in ("GSH", "GSH + U-Hop")
@@ -144,6 +145,9 @@ def test_forecasts_wait_for_their_file():
     ]
     assert judge({"etth1": rows}).verdict == PARTLY  # MSE lower, MAE the same
     assert judge({"etth1": rows[:3]}).verdict == UNTESTED
+    # Another window, which validation does not choose.
+    longer = {"window": 336, "validation_loss": 0.31, "test_mse": 9.0}
+    assert judge({"etth1": [r | longer for r in rows] + rows}) == judge({"etth1": rows})
 
 
 @pytest.mark.parametrize(

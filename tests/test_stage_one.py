@@ -32,7 +32,7 @@ from uhop_jax import (
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import bins
-from uhop_jax.losses import LOSSES, PAIRS
+from uhop_jax.losses import LOSSES, PAIRS, least_separation_loss
 
 KEY = jax.random.key(0)
 VARIANTS = [
@@ -186,6 +186,48 @@ def test_average_loss_is_that_of_u_hop_plus(tau):
     cosines = (unit @ unit.T)[~np.eye(6, dtype=bool)]
     expected = np.log(np.mean(np.exp(cosines / tau))) - 1 / tau
     assert_close(separation_loss(features, t=1 / (2 * tau)), expected)
+
+
+def simplex(vertices):
+    """A regular simplex, in one dimension less than it has vertices."""
+    centred = np.eye(vertices) - 1 / vertices
+    return jnp.asarray(np.linalg.qr(centred)[1][:-1].T)
+
+
+@pytest.mark.parametrize(
+    ("kind", "features"),
+    [
+        ("average", simplex(14)),
+        ("maximum", simplex(14)),
+        ("maximum", jnp.concatenate([jnp.eye(3), -jnp.eye(3)])),
+        ("deep", jnp.eye(5)[:3]),
+        ("deep", simplex(3)),  # more than fit at right angles
+    ],
+)
+def test_bound_of_the_loss_is_attained(kind, features):
+    M, D = features.shape
+    bound = least_separation_loss(M, D, kind=kind, t=2.0)
+    assert_close(separation_loss(3 * features, kind=kind), bound)
+    if M == 14:
+        assert_close(bound, -4 * 14 / 13)
+    elif M <= D:
+        assert_close(bound, -4.0)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_no_loss_is_below_its_bound(kind):
+    """Also where gradient descent has separated as far as it can."""
+    for M, D in ((1, 2), (2, 1), (4, 6), (9, 3)):
+        features = draw(M, D)
+        for _ in range(50):
+            slope = loss_slope(features, kind=kind, normalize=True, pairs="distinct")
+            features = features - 0.3 * slope
+        loss = separation_loss(features, kind=kind)
+        assert loss >= least_separation_loss(M, D, kind=kind) - 1e-9
+    numbers = jnp.asarray([0, 1, 2, 5])
+    bounds = least_separation_loss(numbers, 4, kind=kind)
+    assert_close(bounds[:2], np.zeros(2))
+    assert (bounds[2:] < 0).all()
 
 
 def test_smallest_separation_is_the_double_loop():

@@ -234,10 +234,10 @@ def test_kernels():
     x = windows(2, 12, 3)
     model = small(kernel=kernels(8))
     assert_close(model(x), small()(x))
-    losses = separation_losses(model, x)
+    losses = separation_losses(model, x).loss
     assert losses.shape == (11,)
     slopes = jax.grad(
-        lambda state: separation_losses(nnx.merge(graphdef, state), x).sum()
+        lambda state: separation_losses(nnx.merge(graphdef, state), x).loss.sum()
     )
     graphdef, state = nnx.split(model)
     for path, slope in nnx.to_flat_state(slopes(state)):
@@ -308,6 +308,11 @@ def test_tune_and_play_memory():
     np.testing.assert_allclose(
         mixed.pseudo_labels(x), model.pseudo_labels(x), rtol=1e-4, atol=1e-5
     )
+    # Stage I reaches the kernel of the memory alone.
+    phi = LinearFeatures(12, rngs=nnx.Rngs(0))
+    options = {"kernel": phi, "rngs": nnx.Rngs(0)}
+    with_kernel = TuneAndPlay(small(kernel=kernels(8)), past, futures, **options)
+    assert separation_losses(with_kernel, x).loss.shape == (1,)
     model.gate[...] = jnp.ones_like(model.gate[...])
 
     @nnx.jit

@@ -100,7 +100,9 @@ def test_a_run_writes_its_files(finished):
         ("2", "1"),
     ]
     assert [r["step"] for r in rows] == ["4", "4", "8", "8"]
-    assert all(float(r["separation"]) < 0 for r in rows)
+    for row in rows:  # the bound of the loss, for four patches and the class token
+        loss, gap = float(row["separation"]), float(row["separation_gap"])
+        assert loss < 0 < gap and gap - loss == pytest.approx(4 * 5 / 4)
     results = records(finished / "results.csv")
     assert [r["arm"] for r in results] == ["MHM + U-Hop"] * 2
     assert results[0]["test_accuracy"] == rows[2]["test_accuracy"]

@@ -8,9 +8,15 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from uhop_jax._checks import as_floating, broadcast_rows, check_choice, check_positive
+from uhop_jax._checks import (
+    as_floating,
+    broadcast_rows,
+    check_choice,
+    check_count,
+    check_positive,
+)
 from uhop_jax._products import gram_matrix
 
 LOSSES = ("average", "maximum", "deep")
@@ -65,6 +71,53 @@ def separation_loss(
     gram = gram_matrix(features)
     t = jnp.asarray(t).astype(gram.dtype)
     return loss_of_gram(gram, Loss(kind, normalize, pairs), t, where)
+
+
+def least_separation_loss(
+    number: Int[ArrayLike, "*batch"],
+    dimension: int,
+    *,
+    kind: str = "average",
+    t: ArrayLike = 2.0,
+) -> Float[Array, "*batch"]:
+    r"""A lower bound of `separation_loss` of normalised features, distinct pairs.
+
+    The mean of the exponentials is at least that of the mean exponent (Jensen), and the
+    largest exponent at least the mean one. With `M` features in `D` dimensions:
+
+    - `average`: :math:`-2 t M / (M - 1)`, as the features sum to zero at best. The
+      regular simplex attains it, which exists for `M <= D + 1`; for more features it
+      still holds, but nothing attains it.
+    - `maximum`: the same for `M <= D + 1`, else :math:`-2 t`, as some cosine is then at
+      least zero (Rankin 1955); attained for `M <= 2 D`.
+    - `deep`: :math:`2 t (c - 1)` with :math:`c = \max(0, (M - D) / (D (M - 1)))`, the
+      mean squared cosine at best (Welch 1974): :math:`-2 t`, attained by orthogonal
+      features, for `M <= D`; for more by equiangular tight frames, where they exist.
+
+    Args:
+      number: `M`, of the features that are valid.
+      dimension: `D` of the features.
+      kind: one of `LOSSES`.
+      t: of the loss, positive.
+
+    Returns:
+      The bound; 0 for fewer than two features, whose loss is 0.
+
+    Raises:
+      ValueError: if an argument is out of range or unknown.
+    """
+    check_count("dimension", dimension, 1)
+    check_choice("separation loss", kind, LOSSES)
+    check_positive("t", t)
+    M = jnp.asarray(number).astype(jnp.result_type(float))
+    D, others = float(dimension), jnp.maximum(M - 1, 1.0)
+    if kind == "deep":
+        least = jnp.maximum(M - D, 0.0) / (D * others) - 1
+    else:
+        least = -M / others
+        if kind == "maximum":
+            least = jnp.where(M <= D + 1, least, -1.0)
+    return jnp.where(M < 2, 0.0, 2 * jnp.asarray(t).astype(M.dtype) * least)
 
 
 def smallest_separation(

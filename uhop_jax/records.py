@@ -174,6 +174,12 @@ def curves(
     return found
 
 
+def of_least(rows: Sequence[Mapping[str, Any]], by: str, value: str) -> list:
+    """The records of the group, by a column, whose mean `value` is least."""
+    groups = grouped(rows, (by,)).values()
+    return min(groups, key=lambda ours: float(np.mean([row[value] for row in ours])))
+
+
 def pivot(rows: Sequence[Mapping[str, Any]], value: str) -> str:
     """Text table of `value`, mean ± standard deviation: methods by cells."""
     cells = list(grouped(rows, CELL))

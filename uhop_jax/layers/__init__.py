@@ -21,6 +21,7 @@ from uhop_jax.layers.features import (
     KernelParam,
     LinearFeatures,
     SeparatedMemories,
+    SeparationLosses,
     separation_losses,
 )
 from uhop_jax.layers.hopfield import Hopfield
@@ -34,6 +35,7 @@ __all__ = [
     "KernelParam",
     "LinearFeatures",
     "SeparatedMemories",
+    "SeparationLosses",
     "dropped",
     "separation_losses",
 ]

@@ -1,13 +1,13 @@
 """Kernels in models: feature maps that Stage I learns, and their separation loss."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from uhop_jax._checks import check_choice
-from uhop_jax.losses import separation_loss
+from uhop_jax.losses import least_separation_loss, separation_loss
 
 STARTS = ("identity", "random")
 
@@ -80,6 +80,19 @@ class LinearFeatures(nnx.Module):
         return features + self.bias[...].astype(features.dtype)
 
 
+class SeparationLosses(NamedTuple):
+    """Of the kernel of each layer, the mean over the memory sets that it sees.
+
+    Attributes:
+      loss: `(layers,)`, the separation loss.
+      gap: `(layers,)`, how far it is above `least_separation_loss`. Where it is closed,
+        Stage I has nothing left to do.
+    """
+
+    loss: Float[Array, " layers"]
+    gap: Float[Array, " layers"]
+
+
 def separation_losses(
     model: nnx.Module,
     *inputs: Any,
@@ -87,7 +100,7 @@ def separation_losses(
     t: float = 2.0,
     through: bool = False,
     **options: Any,
-) -> Float[Array, " layers"]:
+) -> SeparationLosses:
     """Separation loss of the kernel of each layer, in one forward pass.
 
     The memories that a layer sees are taken as they are: a loss moves the kernel of its
@@ -103,23 +116,27 @@ def separation_losses(
       **options: keyword arguments of the model.
 
     Returns:
-      For each layer, in the order of their paths, the mean over memory sets.
+      `SeparationLosses`, layers in the order of their paths.
 
     Raises:
       ValueError: if no layer has a kernel.
     """
     _, found = nnx.capture(model, SeparatedMemories)(*inputs, **options)
-    losses = []
+    losses, gaps = [], []
     for _, variable in nnx.to_flat_state(found):
         for alone, all_through, where in variable.get_value():
             features = all_through if through else alone
+            *_, number, dimension = features.shape
             if where is not None:
                 where = jnp.broadcast_to(where, features.shape[:-1])
+                number = where.sum(-1)
             loss = separation_loss(features, kind=kind, t=t, where=where)
+            least = least_separation_loss(number, dimension, kind=kind, t=t)
             losses.append(loss.mean())
+            gaps.append((loss - least.astype(loss.dtype)).mean())
     if not losses:
         raise ValueError("the model has no Hopfield layer with a kernel")
-    return jnp.stack(losses)
+    return SeparationLosses(jnp.stack(losses), jnp.stack(gaps))
 
 
 def as_kernel(module: Any) -> Any:

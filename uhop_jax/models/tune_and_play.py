@@ -18,7 +18,7 @@ class TuneAndPlay(nnx.Module):
 
     Each series retrieves, by the cosine of its window with those of the bank, a convex
     combination of their futures. It is added to the decoder's input, through a gate
-    that begins at zero. Only what this module adds is learned.
+    that begins at zero. Only what this module adds is learned, by Stage I too.
 
     Args:
       backbone: trained already.
@@ -76,7 +76,10 @@ class TuneAndPlay(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "*batch out_len series"]:
         """The forecast of the backbone, with the hint; no dropout without a key."""
-        retrieved = jnp.swapaxes(self.pseudo_labels(inputs), -1, -2)
+        retrieved = self.pseudo_labels(inputs)
+        if hasattr(self, "__captures__"):  # within `nnx.capture`: for Stage I
+            return retrieved  # the frozen forecaster has nothing more to separate
+        retrieved = jnp.swapaxes(retrieved, -1, -2)
         missing = -retrieved.shape[-1] % self.backbone.segment
         width = [(0, 0)] * (retrieved.ndim - 1) + [(0, missing)]
         cut = jnp.pad(retrieved, width, mode="edge")
@@ -91,7 +94,8 @@ class TuneAndPlay(nnx.Module):
         """What the bank makes of each window."""
         flat = inputs.reshape(-1, *inputs.shape[-2:])
         states = jnp.moveaxis(flat, -1, 0)
-        found = self.association(states, self.windows[...], self.futures[...])
+        bank = lax.stop_gradient((self.windows[...], self.futures[...]))
+        found = self.association(states, *bank)
         found = jnp.moveaxis(found, 0, -1)
         return found.reshape(*inputs.shape[:-2], *found.shape[-2:])
 

@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Application(abc.ABC):
 
     Args:
       config: as `configs/` makes it, with `seeds`, `arms`, `train` and `stage_one`.
+      workdir: directory of the study.
 
     Raises:
       ValueError: if a value is out of range.
@@ -48,8 +50,8 @@ class Application(abc.ABC):
         "train.checkpoint_seconds",
     )
 
-    def __init__(self, config: ConfigDict):
-        self.config = config
+    def __init__(self, config: ConfigDict, workdir: Path = Path()):
+        self.config, self.workdir = config, workdir
         if not config.seeds:
             raise ValueError("seeds must name at least one seed")
         for seed in config.seeds:
@@ -79,6 +81,16 @@ class Application(abc.ABC):
         """Speaks up about data and models before anything is trained or written."""
         for cell in self.cells():
             self.task(cell)
+
+    def directory(self, cell: Cell) -> Path:
+        """Of the run of a cell: `workdir` itself, or within it if there are several.
+
+        A cell with the directory of one before it is not trained, but judges its run
+        once more.
+        """
+        if len(self.cells()) == 1:
+            return self.workdir
+        return self.workdir / slug(cell.title)
 
     def seeds(self, cell: Cell) -> tuple[int, ...]:
         """What is trained side by side in a cell."""
@@ -131,6 +143,11 @@ class Application(abc.ABC):
     def untrained(self) -> Rows:
         """Records of what needs no training."""
         return []
+
+
+def slug(title: str) -> str:
+    """A name of a directory."""
+    return re.sub(r"[^a-z0-9]+", "_", title.lower().replace("+", "with")).strip("_")
 
 
 def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:

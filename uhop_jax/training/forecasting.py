@@ -18,15 +18,23 @@ from uhop_jax import data, paper, plotting, records
 from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax.data.dates import date_text, duration_text
 from uhop_jax.layers import LinearFeatures
-from uhop_jax.models import STanHop, baselines
+from uhop_jax.models import STanHop, TuneAndPlay, baselines
 from uhop_jax.training.application import (
     Application,
     Rows,
+    slug,
     with_matched_size,
 )
 from uhop_jax.training.arms import arm_of, separation_options
 from uhop_jax.training.run import Data, Goal, best_epoch, best_state
-from uhop_jax.training.steps import Batch, Split, Task, Trainer, TrainState
+from uhop_jax.training.steps import (
+    SEPARATIONS,
+    Batch,
+    Split,
+    Task,
+    Trainer,
+    TrainState,
+)
 
 LOSSES = ("mae", "mse")
 # Epochs after which the learning rate is halved.
@@ -35,7 +43,12 @@ SCHEDULES = {
     "type2": (5, 10, 15, 20, 25),
     "constant": (),
 }
+# External memories of a trained model. `plug` needs no training; `tune` trains what it
+# adds, beside the frozen model.
+MEMORIES = ("plug", "tune")
 TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
+# Columns of what the best checkpoint is judged by.
+ERRORS = {"validation_loss": float, "test_mse": float, "test_mae": float}
 SHOWN = 3  # series, and windows of each, in the figure of forecasts
 
 
@@ -45,37 +58,58 @@ class Cell(NamedTuple):
     Attributes:
       data: name or path of the series.
       horizon: steps of the forecast.
+      window: steps of the input.
       arm: name in `ARMS`.
       seed: of start values, order and dropout.
+      memory: "", or the external memory that a trained model has, of `MEMORIES`.
+      bank: windows in that memory.
     """
 
     data: str
     horizon: int
+    window: int
     arm: str
     seed: int
+    memory: str = ""
+    bank: int = 0
+
+    @property
+    def label(self) -> str:
+        """The arm, with its memory."""
+        return f"{self.arm}, {self.memory} memory" if self.memory else self.arm
 
     @property
     def title(self) -> str:
-        name = Path(self.data).name
-        return f"{name}, horizon {self.horizon}, {self.arm}, seed {self.seed}"
+        name = f"{Path(self.data).name}, horizon {self.horizon}, window {self.window}"
+        return f"{name}, {self.label}, seed {self.seed}"
 
 
 class Forecasting(Application):
-    """Studies of `configs/time_series.py`: data sets, horizons, arms and seeds.
+    """Studies of `configs/time_series.py`: data sets, horizons, windows, arms, seeds.
 
     Each seed is a run of its own, with its own best epoch.
     """
 
-    free = (*Application.free, "horizon", "seeds", "data.name")
+    free = (
+        *Application.free,
+        "horizon",
+        "window",
+        "seeds",
+        "data.name",
+        "external_memory",
+        "bank",
+    )
 
-    def __init__(self, config: ConfigDict):
-        super().__init__(config)
+    def __init__(self, config: ConfigDict, workdir: Path = Path()):
+        super().__init__(config, workdir)
+        if config.external_memory:
+            check_choice("external_memory", config.external_memory, MEMORIES)
         check_choice("train.loss", config.train.loss, LOSSES)
         check_choice("train.schedule", config.train.schedule, SCHEDULES)
         check_positive("train.clip", config.train.clip)
-        check_count("window", config.window, 1)
-        for horizon in config.horizon:
-            check_count("horizon", horizon, 1)
+        for name in ("horizon", "window"):
+            for steps in config[name]:
+                check_count(name, steps, 1)
         for arm in config.arms:
             if arm_of(arm).reference:
                 raise ValueError(
@@ -86,31 +120,53 @@ class Forecasting(Application):
     @property
     def title(self) -> str:
         names = ", ".join(Path(name).name for name in self._names())
-        return f"{names}, window {self.config.window}"
+        windows = ", ".join(map(str, self.config.window))
+        return f"{names}, window {windows}"
 
     def _names(self) -> list[str]:
         names = [name.strip() for name in self.config.data.name.split(",")]
         return [name for name in names if name]
 
     def cells(self) -> list[Cell]:
-        config = self.config
-        found = [
-            Cell(name, int(horizon), arm, int(seed))
-            for name, horizon, seed, arm in itertools.product(
-                self._names(), config.horizon, config.seeds, config.arms
-            )
-        ]
+        """Each model, and after it the same with an external memory."""
+        config, found = self.config, []
+        for place, seed, arm in itertools.product(
+            self._places(), config.seeds, config.arms
+        ):
+            cell = Cell(*place, arm, int(seed))
+            found.append(cell)
+            if config.external_memory:
+                memory = {"memory": config.external_memory, "bank": config.bank}
+                found.append(cell._replace(**memory))
         if not found:
-            raise ValueError("data.name, horizon and arms must each name at least one")
+            raise ValueError(
+                "data.name, horizon, window and arms must each name at least one"
+            )
         return found
+
+    def _places(self) -> list[tuple[str, int, int]]:
+        """Data, horizon and window of every comparison."""
+        return list(
+            itertools.product(self._names(), self.config.horizon, self.config.window)
+        )
 
     def check(self) -> None:
         """Loads all series, and tries each arm with the first of them."""
-        for name, horizon in itertools.product(self._names(), self.config.horizon):
-            self._loaded(name, horizon)
+        for cell in self.cells():
+            self._loaded(*cell[:3])
+            if cell.memory:
+                self._bank(cell)
         first = self.cells()[0]
         for arm in self.config.arms:
             self.task(first._replace(arm=arm))
+
+    def directory(self, cell: Any) -> Path:
+        """That of the model; a memory that is tuned is a run within it."""
+        several = len([one for one in self.cells() if not one.memory]) > 1
+        place = self.workdir
+        if several:
+            place = place / slug(_backbone(cell).title)
+        return place / "tuned_memory" if cell.memory == "tune" else place
 
     def seeds(self, cell: Any) -> tuple[int, ...]:
         return (cell.seed,)
@@ -125,29 +181,30 @@ class Forecasting(Application):
         return data.series(name, directory=directory, **options)
 
     @functools.cached_property
-    def _loaded(self) -> Callable[[str, int], tuple[data.Series, data.Splits]]:
+    def _loaded(self) -> Callable[[str, int, int], tuple[data.Series, data.Splits]]:
         series = functools.cache(self.series)
 
         @functools.cache
-        def load(name: str, horizon: int) -> tuple[data.Series, data.Splits]:
+        def load(
+            name: str, horizon: int, window: int
+        ) -> tuple[data.Series, data.Splits]:
             found = series(name)
             split = tuple(self.config.data.split) or name
             where = data.borders(split, len(found.values))
-            in_len = self.config.window
-            splits = data.splits(found.values, where, in_len=in_len, out_len=horizon)
+            splits = data.splits(found.values, where, in_len=window, out_len=horizon)
             return found, splits
 
         return load
 
     def task(self, cell: Any) -> Task:
-        series, splits = self._loaded(cell.data, cell.horizon)
-        kind = self.config.train.loss
+        series, splits = self._loaded(*cell[:3])
+        kind, plugged = self.config.train.loss, self._plugged(cell)
 
         def inputs(batch: Batch) -> tuple:
             return (batch["inputs"],)
 
         def score(model: Any, batch: Batch, key: Array | None) -> dict[str, Array]:
-            forecast = model(*inputs(batch), key=key).astype(jnp.float32)
+            forecast = model(*inputs(batch), key=key, **plugged).astype(jnp.float32)
             error = forecast - batch["targets"]
             found = {
                 "mse": jnp.square(error).mean((-2, -1)),
@@ -160,8 +217,45 @@ class Forecasting(Application):
             return batch
 
         build = model_of(self.config, cell, len(series.names))
+        if cell.memory == "tune":
+            build = self._tuned(cell)
         train, validation, test = _splits_of(splits)
+        # The authors' code judges an epoch by the mean over batches, not over windows.
+        released = self.config.model.preset == "released"
+        validation = validation._replace(by_batch=released)
         return Task(build, score, inputs, unchanged, train, test, validation)
+
+    def _bank(self, cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+        """Windows of the training split, evenly spaced in time, and their futures."""
+        train = self._loaded(*cell[:3])[1].train
+        check_count("bank", cell.bank, 1, train.size)
+        first = np.linspace(0, train.size - 1, cell.bank).round().astype(int)
+        whole = train.rows[first[:, None] + np.arange(train.in_len + train.out_len)]
+        return whole[:, : train.in_len], whole[:, train.in_len :]
+
+    def _plugged(self, cell: Cell) -> dict[str, Array]:
+        """What a model without a memory of its own is called with beside inputs."""
+        if cell.memory != "plug":
+            return {}
+        return {"bank": jnp.asarray(self._bank(cell)[0])}
+
+    def _tuned(self, cell: Cell) -> Callable[[nnx.Rngs], nnx.Module]:
+        """What adds a memory to the best checkpoint of a model that is trained."""
+        trainer = self.trainer(_backbone(cell))
+        _, state = best_state(trainer, self.goal(), self.directory(_backbone(cell)))
+        graphdef, trained = nnx.split(trainer.model(state))
+        windows, futures = map(jnp.asarray, self._bank(cell))
+        arm = arm_of(cell.arm)
+        start = arm.start or self.config.model.kernel_start
+
+        def build(rngs: nnx.Rngs) -> nnx.Module:
+            kernel = None
+            if arm.kernel:
+                kernel = LinearFeatures(cell.window, start=start, rngs=rngs)
+            backbone = nnx.merge(graphdef, trained)
+            return TuneAndPlay(backbone, windows, futures, kernel=kernel, rngs=rngs)
+
+        return build
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         options = self.config.train
@@ -175,13 +269,16 @@ class Forecasting(Application):
 
     def untrained(self) -> Rows:
         rows = []
-        for name, horizon in itertools.product(self._names(), self.config.horizon):
-            series, splits = self._loaded(name, horizon)
+        kind = self.config.train.loss
+        for place in self._places():
+            series, splits = self._loaded(*place)
             forecasts = baselines.baselines(splits.train, period=series.period)
-            for found in baselines.evaluate(forecasts, splits.test):
-                row = self._record(Cell(name, horizon, found["method"], 0))
+            judged = baselines.evaluate(forecasts, splits.validation)
+            tested = baselines.evaluate(forecasts, splits.test)
+            for chosen, found in zip(judged, tested, strict=True):
+                row = self._record(Cell(*place, found["method"], 0))
                 row |= {"seed": "", "test_mse": found["mse"], "test_mae": found["mae"]}
-                rows.append(row)
+                rows.append(row | {"validation_loss": chosen[kind]})
         return rows
 
     def summary(
@@ -189,98 +286,110 @@ class Forecasting(Application):
     ) -> Rows:
         ours = [row for row in history if row["phase"] == "task"]
         best = best_epoch(ours, "validation_loss", True)
-        tested = self._tested(cell, trainer, ours[best - 1]["step"], directory)
+        tested = self._tested(cell, trainer, ours[best - 1], directory)
         row = self._record(cell) | {
             "parameters": trainer.parameters,
             "epochs": len(ours),
             "best_epoch": best,
-            "validation_loss": ours[best - 1]["validation_loss"],
-            "test_mse": tested["test_mse"],
-            "test_mae": tested["test_mae"],
-            "separation": ours[-1]["separation"],
         }
+        row |= {name: tested[name] for name in ERRORS}
+        row |= {name: ours[-1][name] for name in SEPARATIONS}
         return [row]
 
     def _record(self, cell: Cell) -> dict[str, Any]:
-        row: dict[str, Any] = {**cell._asdict(), "window": self.config.window}
-        empty = ("parameters", "epochs", "best_epoch", "validation_loss")
-        row |= dict.fromkeys((*empty, "test_mse", "test_mae", "separation"), "")
+        row: dict[str, Any] = cell._asdict() | {"arm": cell.label}
+        empty = ("parameters", "epochs", "best_epoch", *ERRORS, *SEPARATIONS)
+        row |= dict.fromkeys(empty, "")
         stated = paper.FORECASTS.get((cell.data, cell.horizon))
         pairs = {"GSH": "plain", "GSH + U-Hop": "uhop"}
-        known = stated is not None and cell.arm in pairs
-        numbers = getattr(stated, pairs[cell.arm]) if known else ("", "")
+        known = stated is not None and cell.label in pairs
+        numbers = getattr(stated, pairs[cell.label]) if known else ("", "")
         return row | dict(zip(("paper_mse", "paper_mae"), numbers, strict=True))
 
     def _tested(
-        self, cell: Any, trainer: Trainer, step: int, directory: Path
+        self, cell: Any, trainer: Trainer, best: dict[str, Any], directory: Path
     ) -> dict[str, Any]:
         """Errors of the best checkpoint on the test split, kept in `test.csv`."""
-        path = directory / "test.csv"
-        columns = {"step": int, "test_mse": float, "test_mae": float}
-        for row in records.read_rows(path, columns):
-            if row["step"] == step:
+        path = _file(directory, cell, "test.csv")
+        for row in records.read_rows(path, {"step": int, "bank": int, **ERRORS}):
+            if (row["step"], row["bank"]) == (best["step"], cell.bank):
                 return row
         step, state = best_state(trainer, self.goal(), directory)
-        found = Data(trainer).evaluate(state, "test")
-        row = {"step": step} | {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
-        series, splits = self._loaded(cell.data, cell.horizon)
+        judge = Data(trainer)
+        row = {"step": step, "bank": cell.bank}
+        row["validation_loss"] = best["validation_loss"]
+        if cell.memory == "plug":  # which the run did not have
+            found = judge.evaluate(state, "validation")
+            row["validation_loss"] = float(found["loss"][0])
+        found = judge.evaluate(state, "test")
+        row |= {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
+        series, splits = self._loaded(*cell[:3])
         places = np.linspace(0, splits.test.size - 1, SHOWN).astype(int)
         rows = splits.test.rows
-        windows = [rows[i : i + self.config.window] for i in places]
-        windows.append(self._last_window(series, splits.scaler))
-        *shown, ahead = self._forecasts(trainer, state, windows, splits.scaler)
-        self._export(directory / "predictions.csv", series, ahead)
-        self._figure(directory / "forecasts.png", cell, places, shown)
+        windows = [rows[i : i + cell.window] for i in places]
+        windows.append(splits.scaler.scaled(series.values[-cell.window :]))
+        *shown, ahead = self._forecasts(cell, trainer, state, windows)
+        self._export(_file(directory, cell, "predictions.csv"), series, ahead)
+        self._figure(_file(directory, cell, "forecasts.png"), cell, places, shown)
         if jax.process_index() == 0:
             records.write_csv(path, [row])
         return row
 
     def report(self, rows: Rows) -> str:
-        """One line for each data set, horizon and arm, beside what the paper states."""
-        lines = [["data, horizon, arm", "parameters", "seeds", "MSE", "MAE"]]
-        lines[0] += ["paper's MSE", "MAE"]
+        """One line for each data set, horizon, window and arm, beside the paper's.
+
+        Of several windows, that of the least validation loss is marked.
+        """
+        several = len(self.config.window) > 1
+        lines = [["data, horizon, window, arm" if several else "data, horizon, arm"]]
+        lines[0] += ["parameters", "seeds", "MSE", "MAE", "paper's MSE", "MAE"]
         order = list(dict.fromkeys((r["data"], r["horizon"]) for r in rows))
         rows = sorted(rows, key=lambda r: order.index((r["data"], r["horizon"])))
-        for (name, horizon, arm), ours in records.grouped(
-            rows, ("data", "horizon", "arm")
-        ).items():
-            count = ours[0]["parameters"]
-            line = [f"{Path(name).name}, {horizon}, {arm}"]
-            line += [f"{count:,}" if count else "-", str(len(ours)) if count else "-"]
-            for metric in ("test_mse", "test_mae"):
-                line.append(records.mean_and_spread([row[metric] for row in ours]))
-            line += [str(ours[0][f"paper_{m}"] or "-") for m in LOSSES[::-1]]
-            lines.append(line)
-        return records.aligned(lines)
+        group = ("data", "horizon", "arm")
+        for (name, horizon, arm), ours in records.grouped(rows, group).items():
+            best = records.of_least(ours, "window", "validation_loss")
+            for (window,), lot in records.grouped(ours, ("window",)).items():
+                names = [Path(name).name, str(horizon), str(window), arm]
+                if several:
+                    names[-1] += " *" * (lot[0] in best)
+                else:
+                    del names[2]
+                count = lot[0]["parameters"]
+                line = [", ".join(names), f"{count:,}" if count else "-"]
+                line.append(str(len(lot)) if count else "-")
+                for metric in ("test_mse", "test_mae"):
+                    line.append(records.mean_and_spread([row[metric] for row in lot]))
+                line += [str(lot[0][f"paper_{m}"] or "-") for m in LOSSES[::-1]]
+                lines.append(line)
+        text = records.aligned(lines)
+        return text + "\n* the window of least validation loss" * several
 
     def figures(
         self, histories: Mapping[Any, Rows], rows: Rows
     ) -> Mapping[str, Sequence[plotting.Panel]]:
-        """Errors against the horizon if there are several, else curves of each arm."""
-        parts = []
+        """Errors against window or horizon if there are several, else curves."""
+        config, parts = self.config, []
         for name in self._names():
             title = Path(name).name
             ours = [row for row in rows if row["data"] == name]
-            if len(self.config.horizon) > 1:
-                for metric in ("MSE", "MAE"):
-                    curves = records.curves(
-                        ours, "horizon", f"test_{metric.lower()}", "arm"
-                    )
-                    label = f"test {metric} of standardised values"
-                    parts.append(
-                        plotting.Panel(title, curves, "horizon in steps", label)
-                    )
+            if len(config.window) > 1:
+                for horizon in config.horizon:
+                    lot = [row for row in ours if row["horizon"] == horizon]
+                    parts += _errors(f"{title}, horizon {horizon}", lot, "window")
+                continue
+            if len(config.horizon) > 1:
+                parts += _errors(title, ours, "horizon")
                 continue
             for part in ("train", "validation"):
                 long = [
-                    dict(row, arm=cell.arm)
+                    dict(row, arm=cell.label)
                     for cell, history in histories.items()
-                    if cell.data == name
+                    if cell.data == name and cell.memory != "plug"
                     for row in history
                     if row["phase"] == "task"
                 ]
                 curves = records.curves(long, "epoch", f"{part}_loss", "arm")
-                label = f"{part} {self.config.train.loss.upper()}"
+                label = f"{part} {config.train.loss.upper()}"
                 parts.append(plotting.Panel(title, curves, "epoch", label))
         return {"figure.png": parts}
 
@@ -288,38 +397,36 @@ class Forecasting(Application):
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
         """Writes `predictions.csv`: what follows the last window of a csv."""
-        series, splits = self._loaded(cell.data, cell.horizon)
+        series, splits = self._loaded(*cell[:3])
         given = self.series(self.config.predict, constant="keep")
         if given.names != series.names:
             raise ValueError(
                 f"predict: the model has the columns {', '.join(series.names)}, "
                 f"{self.config.predict} has {', '.join(given.names)}"
             )
-        window = self.config.window
-        if len(given.values) < window:
+        if len(given.values) < cell.window:
             raise ValueError(
-                f"predict: a window takes {window} rows, {self.config.predict} has "
-                f"{len(given.values)}"
+                f"predict: a window takes {cell.window} rows, {self.config.predict} "
+                f"has {len(given.values)}"
             )
-        windows = [self._last_window(given, splits.scaler)]
-        (ahead,) = self._forecasts(trainer, state, windows, splits.scaler)
-        path = directory / "predictions.csv"
+        windows = [splits.scaler.scaled(given.values[-cell.window :])]
+        (ahead,) = self._forecasts(cell, trainer, state, windows)
+        path = _file(directory, cell, "predictions.csv")
         self._export(path, given, ahead)
         return f"{len(ahead)} rows after {date_text(given.dates[-1])} written to {path}"
 
-    def _last_window(self, series: data.Series, scaler: data.Scaler) -> np.ndarray:
-        return scaler.scaled(series.values[-self.config.window :])
-
     def _forecasts(
         self,
+        cell: Cell,
         trainer: Trainer,
         state: TrainState,
         windows: Sequence[np.ndarray],
-        scaler: data.Scaler,
     ) -> Sequence[np.ndarray]:
         """What follows standardised windows, in the original units."""
         inputs = jnp.asarray(np.stack(windows), jnp.float32)
-        return list(scaler.unscaled(np.asarray(trainer.outputs(state, (inputs,)))))
+        found = trainer.outputs(state, (inputs,), **self._plugged(cell))
+        scaler = self._loaded(*cell[:3])[1].scaler
+        return list(scaler.unscaled(np.asarray(found)))
 
     def _export(self, path: Path, series: data.Series, ahead: np.ndarray) -> None:
         """A csv as that of the series, with the dates that follow its own."""
@@ -336,12 +443,12 @@ class Forecasting(Application):
         self, path: Path, cell: Cell, places: np.ndarray, forecasts: Sequence
     ) -> None:
         """Forecasts against truth, for some windows of the test split and series."""
-        series, splits = self._loaded(cell.data, cell.horizon)
-        before = min(self.config.window, 2 * cell.horizon)
+        series, splits = self._loaded(*cell[:3])
+        before = min(cell.window, 2 * cell.horizon)
         parts = []
         for column in range(min(SHOWN, len(series.names))):
             for place, forecast in zip(places, forecasts, strict=True):
-                first = splits.test.start + place + self.config.window
+                first = splits.test.start + place + cell.window
                 truth = series.values[first - before : first + cell.horizon, column]
                 curves = {
                     "truth": _curve(range(-before, cell.horizon), truth),
@@ -379,7 +486,7 @@ def model_of(
 
         return STanHop(
             series,
-            config.window,
+            cell.window,
             cell.horizon,
             size=size,
             kernel=features if kernel else False,
@@ -391,6 +498,16 @@ def model_of(
     return with_matched_size(
         with_size, size, heads, matched=arm.matched, kernel=arm.kernel
     )
+
+
+def _backbone(cell: Cell) -> Cell:
+    """The cell without an external memory."""
+    return cell._replace(memory="", bank=0)
+
+
+def _file(directory: Path, cell: Cell, name: str) -> Path:
+    """A file of a cell; with a plugged memory it is beside those of its backbone."""
+    return directory / (f"plug_{name}" if cell.memory == "plug" else name)
 
 
 def _splits_of(splits: data.Splits) -> list[Split]:
@@ -407,6 +524,19 @@ def _splits_of(splits: data.Splits) -> list[Split]:
         rows = np.pad(windows.rows, ((0, missing), (0, 0)))
         found.append(Split({"rows": rows}, windows.size, take, by_row=False))
     return found
+
+
+def _errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
+    """Test errors of each arm against the horizon or the window."""
+    return [
+        plotting.Panel(
+            title,
+            records.curves(rows, against, f"test_{metric.lower()}", "arm"),
+            f"{against} in steps",
+            f"test {metric} of standardised values",
+        )
+        for metric in ("MSE", "MAE")
+    ]
 
 
 def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:

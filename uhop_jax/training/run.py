@@ -15,7 +15,7 @@ from tqdm import tqdm
 from uhop_jax import plotting, records
 from uhop_jax._checks import check_count
 from uhop_jax.training.checkpoints import Checkpoints
-from uhop_jax.training.steps import Split, Trainer, TrainState
+from uhop_jax.training.steps import SEPARATIONS, Split, Trainer, TrainState
 
 CHUNK_SECONDS = 1.0  # of work between two looks at the clock
 STREAM_BYTES = 256e6  # of examples that are streamed at once
@@ -60,7 +60,7 @@ def columns(trainer: Trainer, goal: Goal) -> dict[str, type]:
     parts = ["train", trainer.task.judge, *(["fit"] if goal.test_train else [])]
     for part in parts:
         found |= {f"{part}_{name}": float for name in trainer.metrics}
-    return found | {"separation": float}
+    return found | dict.fromkeys(SEPARATIONS, float)
 
 
 def train(
@@ -74,8 +74,9 @@ def train(
 
     Writes `metrics.csv` (one line for each epoch and seed: metrics while training, of
     the validation or else the test split, and with `test_train` of the train split as
-    `fit_`), `curves.png`,
-    TensorBoard events and checkpoints into `workdir`. Interrupted by a signal, it saves
+    `fit_`; the separation loss and its gap to `least_separation_loss`, means over the
+    layers and the steps of Stage I), `curves.png`, TensorBoard events and checkpoints
+    into `workdir`. Interrupted by a signal, it saves
     a checkpoint first; killed, it loses at most what came after the last one, and
     computes that again, bit for bit.
 
@@ -229,13 +230,17 @@ class Data:
     def evaluate(self, state: TrainState, part: str) -> dict[str, np.ndarray]:
         """Mean of each metric over a whole split (its name), for each seed."""
         split: Split = getattr(self.trainer.task, part)
-        names = self.trainer.metrics
+        names, batch = self.trainer.metrics, self.trainer.batch_size
+        count, last = split.size, 1.0
+        if split.by_batch and split.size % batch:
+            last = batch / (split.size % batch)
+            count = -(-split.size // batch) * batch
         sums = {name: np.zeros(len(self.trainer.keys)) for name in names}
         for arrays, number in self._blocks(split):
-            found = self.trainer.evaluate(state, arrays, number, split.take)
+            found = self.trainer.evaluate(state, arrays, number, split.take, last)
             for name in names:
                 sums[name] += np.asarray(found[name], np.float64)
-        return {name: total / split.size for name, total in sums.items()}
+        return {name: total / count for name, total in sums.items()}
 
     def _resident(self, split: Split) -> bool:
         return self.on_device or not split.by_row
@@ -329,7 +334,7 @@ def _records(
         bilevel = trainer.stage_one.schedule == "bilevel"
         separations *= trainer.stage_one.steps if bilevel else 0
     if separations:
-        found["separation"] = sums["separation"] / separations
+        found |= {name: sums[name] / separations for name in SEPARATIONS}
     rows = []
     for number, seed in enumerate(seeds):
         row: dict[str, Any] = {name: x[number] for name, x in found.items()}

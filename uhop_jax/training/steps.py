@@ -23,6 +23,9 @@ from uhop_jax.layers import KernelParam, separation_losses
 from uhop_jax.losses import LOSSES
 
 SCHEDULES = ("none", "bilevel", "warmup", "reference")
+# What a Stage I step adds up, mean over layers: the loss, and how far it is above its
+# lower bound.
+SEPARATIONS = ("separation", "separation_gap")
 # Streams of random numbers of a seed.
 INIT, ORDER, STAGE_ONE, TASK = range(4)
 
@@ -39,12 +42,15 @@ class Split(NamedTuple):
       take: `take(arrays, index)` gives the batch of some examples.
       by_row: whether each array has one row for each example, so that a part of the
         rows can be streamed.
+      by_batch: whether its metrics are means over batches, of which a last one that is
+        not full counts as much as the others, and not means over examples.
     """
 
     arrays: Mapping[str, np.ndarray]
     size: int
     take: Take
     by_row: bool = True
+    by_batch: bool = False
 
 
 class Task(NamedTuple):
@@ -233,7 +239,7 @@ class Trainer:
 
     def no_sums(self) -> dict[str, Array]:
         """Sums of an epoch in which nothing has happened."""
-        names = (*self.metrics, "separation", "examples")
+        names = (*self.metrics, *SEPARATIONS, "examples")
         # Arrays of their own: a state is donated to the step that follows it.
         return {name: jnp.zeros(len(self.keys), jnp.float32) for name in names}
 
@@ -316,9 +322,17 @@ class Trainer:
 
     @functools.partial(jax.jit, static_argnums=(0, 4))
     def evaluate(
-        self, state: TrainState, arrays: Any, number: Array, take: Take
+        self,
+        state: TrainState,
+        arrays: Any,
+        number: Array,
+        take: Take,
+        last: Array | float = 1.0,
     ) -> dict[str, Array]:
-        """Sums of the metrics over the first `number` examples that `take` gives."""
+        """Sums of the metrics over the first `number` examples that `take` gives.
+
+        Those of a last batch that is not full count `last` times.
+        """
         size = self.batch_size
 
         def one(kernels: Any, rest: Any) -> dict[str, Array]:
@@ -326,13 +340,13 @@ class Trainer:
 
             def body(i: Array, sums: dict[str, Array]) -> dict[str, Array]:
                 index = i * size + jnp.arange(size)
-                valid = index < number
+                weight = jnp.where((i + 1) * size > number, last, 1.0)
+                weight = jnp.where(index < number, weight, 0.0).astype(jnp.float32)
                 index = jnp.minimum(index, number - 1)
                 batch = self._take(take, arrays, index)
                 found = self.task.score(model, batch, None)
                 return {
-                    name: total
-                    + jnp.where(valid, found[name], 0.0).sum(dtype=jnp.float32)
+                    name: total + (weight * found[name]).sum(dtype=jnp.float32)
                     for name, total in sums.items()
                 }
 
@@ -342,11 +356,16 @@ class Trainer:
         return self._over_seeds(one, (0, 0))(state.kernels, state.rest)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
-    def outputs(self, state: TrainState, inputs: tuple, seed: int = 0) -> Array:
+    def outputs(
+        self, state: TrainState, inputs: tuple, seed: int = 0, **options: Any
+    ) -> Array:
         """What the model of one seed makes of some inputs."""
+        return self.model(state, seed)(*inputs, **options)
+
+    def model(self, state: TrainState, seed: int = 0) -> Any:
+        """The model of one seed."""
         pick = lambda tree: jax.tree.map(lambda x: x[seed], tree)  # noqa: E731
-        model: Any = nnx.merge(self.graphdef, pick(state.kernels), pick(state.rest))
-        return model(*inputs)
+        return nnx.merge(self.graphdef, pick(state.kernels), pick(state.rest))
 
     # One step of one seed
 
@@ -424,25 +443,27 @@ class Trainer:
         batch = self._take(self.task.train.take, arrays, index)
         inputs = self.task.inputs(batch)
 
-        def loss(learned: Any) -> Array:
+        def loss(learned: Any) -> tuple[Array, Array]:
             kernels, rest = learned if through else (learned, state.rest)
             model = nnx.merge(self.graphdef, kernels, rest)
-            losses = separation_losses(
+            found = separation_losses(
                 model,
                 *inputs,
                 kind=self.stage_one.loss,
                 t=self.stage_one.t,
                 through=through,
             )
-            return losses.mean()
+            return found.loss.mean(), found.gap.mean()
 
         learned = (state.kernels, state.rest) if through else state.kernels
-        value, slope = jax.value_and_grad(loss)(learned)
+        (value, gap), slope = jax.value_and_grad(loss, has_aux=True)(learned)
         learned = jax.tree.map(
             lambda w, g: w - jnp.asarray(self.stage_one.rate, w.dtype) * g,
             learned,
             slope,
         )
         kernels, rest = learned if through else (learned, state.rest)
-        sums = state.sums | {"separation": state.sums["separation"] + value}
+        sums = dict(state.sums)
+        for name, found in zip(SEPARATIONS, (value, gap), strict=True):
+            sums[name] = sums[name] + found
         return state._replace(kernels=kernels, rest=rest, sums=sums)

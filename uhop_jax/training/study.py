@@ -1,6 +1,5 @@
 """A study from its config: one run, or many, and their files."""
 
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,29 +38,28 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
     if config.distributed:
         start_distributed()
     check_choice("task", config.task, APPLICATIONS)
-    study = APPLICATIONS[config.task](config)
+    study = APPLICATIONS[config.task](config, workdir)
     cells = study.cells()
-    directories = {
-        cell: workdir if len(cells) == 1 else workdir / _slug(cell.title)
-        for cell in cells
-    }
     if config.predict or config.eval_only:
         for cell in cells:
-            print(_judged(study, cell, directories[cell]))
+            print(_judged(study, cell))
         return
     study.check()
-    if len(cells) > 1:
+    if workdir not in map(study.directory, cells):
         records.claim(_fixed(study), workdir)
     rows = study.untrained()
     histories: dict[Any, Rows] = {}
+    runs: dict[Path, Rows] = {}
     chief = jax.process_index() == 0
     for cell in cells:
-        trainer, directory = study.trainer(cell), directories[cell]
-        records.claim(_fixed(study, cell), directory)
         began = time.monotonic()
-        histories[cell] = train(
-            trainer, study.goal(), directory, options=_options(config)
-        )
+        trainer, directory = study.trainer(cell), study.directory(cell)
+        if directory not in runs:
+            records.claim(_fixed(study, cell), directory)
+            runs[directory] = train(
+                trainer, study.goal(), directory, options=_options(config)
+            )
+        histories[cell] = runs[directory]
         rows += study.summary(cell, trainer, histories[cell], directory)
         if chief:
             records.write_csv(workdir / "results.csv", rows)
@@ -76,9 +74,9 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
         print(f"written to {workdir}: {', '.join(_files(workdir))}")
 
 
-def _judged(study: Application, cell: Cell, directory: Path) -> str:
+def _judged(study: Application, cell: Cell) -> str:
     """What the best checkpoint of a run says of `config.predict`, or scores."""
-    given = study.config.predict
+    given, directory = study.config.predict, study.directory(cell)
     if given and not Path(given).exists():
         raise ValueError(f"predict: no such file or folder: {given}")
     trainer = study.trainer(cell)
@@ -112,10 +110,6 @@ def _fixed(study: Application, cell: Cell | None = None) -> ConfigDict:
         copy.cell = ConfigDict(cell._asdict())
         copy.seeds = study.seeds(cell)
     return copy
-
-
-def _slug(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", title.lower().replace("+", "with")).strip("_")
 
 
 def _files(workdir: Path) -> Iterator[str]:

@@ -28,7 +28,14 @@ from uhop_jax.training.application import (
 )
 from uhop_jax.training.arms import arm_of, separation_options
 from uhop_jax.training.run import Goal
-from uhop_jax.training.steps import Batch, Split, Task, Trainer, TrainState
+from uhop_jax.training.steps import (
+    SEPARATIONS,
+    Batch,
+    Split,
+    Task,
+    Trainer,
+    TrainState,
+)
 
 MODELS = ("vih", "transformer")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -140,7 +147,7 @@ class Vision(Application):
                     "test_accuracy": epochs[-1]["test_accuracy"],
                     "best_test_accuracy": max(r["test_accuracy"] for r in epochs),
                     "test_loss": epochs[-1]["test_loss"],
-                    "separation": epochs[-1]["separation"],
+                    **{name: epochs[-1][name] for name in SEPARATIONS},
                 }
             )
         return rows
