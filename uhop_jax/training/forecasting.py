@@ -226,7 +226,11 @@ class Forecasting(Application):
         return Task(build, score, inputs, unchanged, train, test, validation)
 
     def _bank(self, cell: Cell) -> tuple[np.ndarray, np.ndarray]:
-        """Windows of the training split, evenly spaced in time, and their futures."""
+        """Windows of the training split, evenly spaced in time, and their futures.
+
+        While a memory is tuned, training windows next to one of these find some of
+        their own future in it; those of validation and test never do.
+        """
         train = self._loaded(*cell[:3])[1].train
         check_count("bank", cell.bank, 1, train.size)
         first = np.linspace(0, train.size - 1, cell.bank).round().astype(int)
