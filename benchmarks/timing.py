@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import csv
 import importlib
 import io
 import os
@@ -92,7 +91,7 @@ class Both(io.TextIOBase):
 
 def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
     """Runs all comparisons; writes `NAME.csv`, what was printed, and a figure."""
-    from uhop_jax import plotting
+    from uhop_jax import plotting, records
 
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks"))
@@ -100,17 +99,13 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     about = environment()
-    rows = []
-    printed = options.out / f"{name}.txt"
+    rows: list[dict[str, Any]] = []
+    path, printed = options.out / f"{name}.csv", options.out / f"{name}.txt"
     with printed.open("w") as file, contextlib.redirect_stdout(Both(file)):
         print(", ".join(f"{key} {value}" for key, value in about.items()))
         for benchmark in benchmarks:
             rows += [row | about for row in benchmark(options.rounds)]
-    path = options.out / f"{name}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+            records.write_csv(path, rows)  # whatever comes next
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["median_ms"] != "":
