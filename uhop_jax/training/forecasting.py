@@ -16,9 +16,10 @@ from ml_collections import ConfigDict
 
 from uhop_jax import data, paper, plotting, records
 from uhop_jax._checks import check_choice, check_count, check_positive
-from uhop_jax.data.dates import date_text, duration_text
+from uhop_jax.data.dates import date_text
 from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import STanHop, TuneAndPlay, baselines
+from uhop_jax.training import forecasts
 from uhop_jax.training.application import (
     Application,
     Rows,
@@ -49,7 +50,6 @@ MEMORIES = ("plug", "tune")
 TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
 # Columns of what the best checkpoint is judged by.
 ERRORS = {"validation_loss": float, "test_mse": float, "test_mae": float}
-SHOWN = 3  # series, and windows of each, in the figure of forecasts
 
 
 class Cell(NamedTuple):
@@ -276,9 +276,9 @@ class Forecasting(Application):
         kind = self.config.train.loss
         for place in self._places():
             series, splits = self._loaded(*place)
-            forecasts = baselines.baselines(splits.train, period=series.period)
-            judged = baselines.evaluate(forecasts, splits.validation)
-            tested = baselines.evaluate(forecasts, splits.test)
+            cheap = baselines.baselines(splits.train, period=series.period)
+            judged = baselines.evaluate(cheap, splits.validation)
+            tested = baselines.evaluate(cheap, splits.test)
             for chosen, found in zip(judged, tested, strict=True):
                 row = self._record(Cell(*place, found["method"], 0))
                 row |= {"seed": "", "test_mse": found["mse"], "test_mae": found["mae"]}
@@ -328,45 +328,22 @@ class Forecasting(Application):
         found = judge.evaluate(state, "test")
         row |= {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
         series, splits = self._loaded(*cell[:3])
-        places = np.linspace(0, splits.test.size - 1, SHOWN).astype(int)
+        places = np.linspace(0, splits.test.size - 1, forecasts.COLUMNS).astype(int)
         rows = splits.test.rows
         windows = [rows[i : i + cell.window] for i in places]
         windows.append(splits.scaler.scaled(series.values[-cell.window :]))
         *shown, ahead = self._forecasts(cell, trainer, state, windows)
-        self._export(_file(directory, cell, "predictions.csv"), series, ahead)
-        self._figure(_file(directory, cell, "forecasts.png"), cell, places, shown)
+        predictions = _file(directory, cell, "predictions.csv")
+        forecasts.export(predictions, series, ahead)
+        starts = (splits.test.start + places + cell.window).tolist()
+        picture = _file(directory, cell, "forecasts.png")
+        forecasts.draw(picture, cell.title, series, starts, shown, cell.window)
         if jax.process_index() == 0:
             records.write_csv(path, [row])
         return row
 
     def report(self, rows: Rows) -> str:
-        """One line for each data set, horizon, window and arm, beside the paper's.
-
-        Of several windows, that of the least validation loss is marked.
-        """
-        several = len(self.config.window) > 1
-        lines = [["data, horizon, window, arm" if several else "data, horizon, arm"]]
-        lines[0] += ["parameters", "seeds", "MSE", "MAE", "paper's MSE", "MAE"]
-        order = list(dict.fromkeys((r["data"], r["horizon"]) for r in rows))
-        rows = sorted(rows, key=lambda r: order.index((r["data"], r["horizon"])))
-        group = ("data", "horizon", "arm")
-        for (name, horizon, arm), ours in records.grouped(rows, group).items():
-            best = records.of_least(ours, "window", "validation_loss")
-            for (window,), lot in records.grouped(ours, ("window",)).items():
-                names = [Path(name).name, str(horizon), str(window), arm]
-                if several:
-                    names[-1] += " *" * (lot[0] in best)
-                else:
-                    del names[2]
-                count = lot[0]["parameters"]
-                line = [", ".join(names), f"{count:,}" if count else "-"]
-                line.append(str(len(lot)) if count else "-")
-                for metric in ("test_mse", "test_mae"):
-                    line.append(records.mean_and_spread([row[metric] for row in lot]))
-                line += [str(lot[0][f"paper_{m}"] or "-") for m in LOSSES[::-1]]
-                lines.append(line)
-        text = records.aligned(lines)
-        return text + "\n* the window of least validation loss" * several
+        return forecasts.table(rows)
 
     def figures(
         self, histories: Mapping[Any, Rows], rows: Rows
@@ -379,10 +356,12 @@ class Forecasting(Application):
             if len(config.window) > 1:
                 for horizon in config.horizon:
                     lot = [row for row in ours if row["horizon"] == horizon]
-                    parts += _errors(f"{title}, horizon {horizon}", lot, "window")
+                    parts += forecasts.errors(
+                        f"{title}, horizon {horizon}", lot, "window"
+                    )
                 continue
             if len(config.horizon) > 1:
-                parts += _errors(title, ours, "horizon")
+                parts += forecasts.errors(title, ours, "horizon")
                 continue
             for part in ("train", "validation"):
                 long = [
@@ -416,7 +395,7 @@ class Forecasting(Application):
         windows = [splits.scaler.scaled(given.values[-cell.window :])]
         (ahead,) = self._forecasts(cell, trainer, state, windows)
         path = _file(directory, cell, "predictions.csv")
-        self._export(path, given, ahead)
+        forecasts.export(path, given, ahead)
         return f"{len(ahead)} rows after {date_text(given.dates[-1])} written to {path}"
 
     def _forecasts(
@@ -431,39 +410,6 @@ class Forecasting(Application):
         found = trainer.outputs(state, (inputs,), **self._plugged(cell))
         scaler = self._loaded(*cell[:3])[1].scaler
         return list(scaler.unscaled(np.asarray(found)))
-
-    def _export(self, path: Path, series: data.Series, ahead: np.ndarray) -> None:
-        """A csv as that of the series, with the dates that follow its own."""
-        dates = series.following(len(ahead))
-        rows = [
-            {"date": date_text(date)}
-            | dict(zip(series.names, map(float, values), strict=True))
-            for date, values in zip(dates, ahead, strict=True)
-        ]
-        if jax.process_index() == 0:
-            records.write_csv(path, rows)
-
-    def _figure(
-        self, path: Path, cell: Cell, places: np.ndarray, forecasts: Sequence
-    ) -> None:
-        """Forecasts against truth, for some windows of the test split and series."""
-        series, splits = self._loaded(*cell[:3])
-        before = min(cell.window, 2 * cell.horizon)
-        parts = []
-        for column in range(min(SHOWN, len(series.names))):
-            for place, forecast in zip(places, forecasts, strict=True):
-                first = splits.test.start + place + cell.window
-                truth = series.values[first - before : first + cell.horizon, column]
-                curves = {
-                    "truth": _curve(range(-before, cell.horizon), truth),
-                    "forecast": _curve(range(cell.horizon), forecast[:, column]),
-                }
-                title = f"from {date_text(series.dates[first])}"
-                steps = f"steps of {duration_text(series.step)}"
-                name = series.names[column]
-                parts.append(plotting.Panel(title, curves, steps, name))
-        if jax.process_index() == 0:
-            plotting.panels(path, parts, title=cell.title)
 
 
 def model_of(
@@ -528,20 +474,3 @@ def _splits_of(splits: data.Splits) -> list[Split]:
         rows = np.pad(windows.rows, ((0, missing), (0, 0)))
         found.append(Split({"rows": rows}, windows.size, take, by_row=False))
     return found
-
-
-def _errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
-    """Test errors of each arm against the horizon or the window."""
-    return [
-        plotting.Panel(
-            title,
-            records.curves(rows, against, f"test_{metric.lower()}", "arm"),
-            f"{against} in steps",
-            f"test {metric} of standardised values",
-        )
-        for metric in ("MSE", "MAE")
-    ]
-
-
-def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:
-    return plotting.Series(list(x), values.tolist(), [0.0] * len(values))

@@ -1,0 +1,115 @@
+"""What a study of forecasts shows: its table, its figures, and the forecasts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from uhop_jax import data, plotting, records
+from uhop_jax.data.dates import date_text, duration_text
+from uhop_jax.training.application import Rows
+
+ERRORS = ("mse", "mae")
+COLUMNS = 3  # of a figure of forecasts: series, and windows of each
+
+
+def table(rows: Rows) -> str:
+    """One line for each data set, horizon, window and arm, beside the paper's.
+
+    Of several windows, that of the least validation loss is marked.
+    """
+    several = len({row["window"] for row in rows}) > 1
+    lines = [["data, horizon, window, arm" if several else "data, horizon, arm"]]
+    lines[0] += ["parameters", "seeds", "MSE", "MAE", "paper's MSE", "MAE"]
+    order = list(dict.fromkeys((r["data"], r["horizon"]) for r in rows))
+    rows = sorted(rows, key=lambda r: order.index((r["data"], r["horizon"])))
+    group = ("data", "horizon", "arm")
+    for (name, horizon, arm), ours in records.grouped(rows, group).items():
+        best = records.of_least(ours, "window", "validation_loss")
+        for (window,), lot in records.grouped(ours, ("window",)).items():
+            names = [Path(name).name, str(horizon), str(window), arm]
+            if several:
+                names[-1] += " *" * (lot[0] in best)
+            else:
+                del names[2]
+            count = lot[0]["parameters"]
+            line = [", ".join(names), f"{count:,}" if count else "-"]
+            line.append(str(len(lot)) if count else "-")
+            for metric in ("test_mse", "test_mae"):
+                line.append(records.mean_and_spread([row[metric] for row in lot]))
+            line += [str(lot[0][f"paper_{m}"] or "-") for m in ERRORS]
+            lines.append(line)
+    text = records.aligned(lines)
+    return text + "\n* the window of least validation loss" * several
+
+
+def errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
+    """Test errors of each arm against the horizon or the window."""
+    return [
+        plotting.Panel(
+            title,
+            records.curves(rows, against, f"test_{metric.lower()}", "arm"),
+            f"{against} in steps",
+            f"test {metric} of standardised values",
+        )
+        for metric in ("MSE", "MAE")
+    ]
+
+
+def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
+    """Writes a csv as that of the series, with the dates that follow its own.
+
+    Args:
+      path: file to write.
+      series: what was forecast from its last window.
+      ahead: the forecast, `(horizon, D)`, in the units of the series.
+    """
+    dates = series.following(len(ahead))
+    rows = [
+        {"date": date_text(date)}
+        | dict(zip(series.names, map(float, values), strict=True))
+        for date, values in zip(dates, ahead, strict=True)
+    ]
+    if jax.process_index() == 0:
+        records.write_csv(path, rows)
+
+
+def draw(
+    path: Path,
+    title: str,
+    series: data.Series,
+    starts: Sequence[int],
+    forecasts: Sequence[np.ndarray],
+    window: int,
+) -> None:
+    """Draws forecasts against truth, a row of panels for each of the first series.
+
+    Args:
+      path: file to write.
+      title: line above the panels.
+      series: the truth.
+      starts: row of the series at which each forecast begins.
+      forecasts: `(horizon, D)` each, in the units of the series.
+      window: steps that the forecasts were made from.
+    """
+    horizon = len(forecasts[0])
+    before = min(window, 2 * horizon)
+    parts = []
+    for column in range(min(COLUMNS, len(series.names))):
+        for first, forecast in zip(starts, forecasts, strict=True):
+            truth = series.values[first - before : first + horizon, column]
+            curves = {
+                "truth": _curve(range(-before, horizon), truth),
+                "forecast": _curve(range(horizon), forecast[:, column]),
+            }
+            panel_title = f"from {date_text(series.dates[first])}"
+            steps = f"steps of {duration_text(series.step)}"
+            name = series.names[column]
+            parts.append(plotting.Panel(panel_title, curves, steps, name))
+    if jax.process_index() == 0:
+        plotting.panels(path, parts, title=title, columns=COLUMNS)
+
+
+def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:
+    return plotting.Series(list(x), values.tolist(), [0.0] * len(values))
