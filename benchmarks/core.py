@@ -49,7 +49,7 @@ def separations(
         {name: lambda s=s: both(s, z, g) for name, s in members.items()},
         rounds,
     )
-    few = max(3, rounds // 5)
+    few = max(3, rounds // 2)
     for name in ("sparsemax", "entmax 1.5"):
         ours, peers = members[name], _separation_peers(name, z, g)
         for part, (title, call) in enumerate(
