@@ -112,5 +112,6 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
             group = groups.setdefault(row["comparison"], {})
             group[row["name"]] = row["median_ms"]
     figure = path.with_suffix(".png")
-    plotting.bars(figure, groups, xlabel="milliseconds", title=f"{about['device']}")
+    threads = f"{about['device']}, {about['cores']} cores"
+    plotting.dots(figure, groups, xlabel="milliseconds", title=threads)
     print(f"\nwritten: {path}, {printed}, {figure}")

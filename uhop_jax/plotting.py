@@ -128,14 +128,14 @@ def panels(
     figure.savefig(path, dpi=150)
 
 
-def bars(
+def dots(
     path: Path,
     groups: Mapping[str, Mapping[str, float]],
     *,
     xlabel: str,
     title: str = "",
 ) -> None:
-    """Saves bars on a logarithmic axis: a panel for each group, two to a row.
+    """Saves dots on logarithmic axes: a panel for each group, two to a row.
 
     Args:
       path: file to write; its ending gives the format.
@@ -143,28 +143,45 @@ def bars(
       xlabel: quantity and unit.
       title: line above the panels.
     """
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
     figure_class, canvas = _matplotlib()
     columns = min(len(groups), 2)
     rows = -(-len(groups) // columns)
-    longest = max(len(group) for group in groups.values())
-    figure = figure_class(
-        figsize=(7.2 * columns, rows * (0.26 * longest + 1.0)), layout="constrained"
-    )
+    parts = list(groups.items())
+    heights = [
+        1.2 + max(len(group) for _, group in parts[i : i + columns]) * 0.3
+        for i in range(0, len(parts), columns)
+    ]
+    figure = figure_class(figsize=(7.2 * columns, sum(heights)), layout="constrained")
     canvas(figure)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axis, (name, group) in zip(axes, groups.items(), strict=False):
-        drawn = axis.barh(list(group), list(group.values()), color=_COLORS[1])
-        axis.bar_label(drawn, fmt="%.3g", padding=2, fontsize=7)
+    axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel()
+    for axis, (name, group) in zip(axes, parts, strict=False):
+        names, values = list(group), np.asarray(list(group.values()))
+        axis.plot(values, names, "o", color=_COLORS[1], markersize=5)
+        for place, value in enumerate(values):
+            axis.annotate(
+                f"{value:.3g}" if value < 1000 else f"{value:.0f}",
+                (value, place),
+                xytext=(6, -3),
+                textcoords="offset points",
+                fontsize=7,
+            )
         axis.set_xscale("log")
-        axis.margins(x=0.15)
-        axis.invert_yaxis()
+        axis.set_xlim(values.min() / 1.5, values.max() * 2)
+        many = values.max() > 100 * values.min()
+        axis.xaxis.set_major_locator(LogLocator(subs=(1,) if many else (1, 2, 5)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.grid(axis="y", alpha=0.4, linewidth=0.6)
         axis.set_title(name, fontsize=8)
         axis.set_xlabel(xlabel, fontsize=8)
         axis.tick_params(labelsize=7)
     for axis in axes[len(groups) :]:
         axis.set_axis_off()
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
 
 
 def _scale(axis: Any, part: Panel, sharing: Sequence[Panel]) -> None:
