@@ -356,6 +356,7 @@ def _sweep(
         def one(index: Array) -> tuple[Array, Array]:
             overlaps = overlaps_of(models, index, memories, query, observed)
             betas = beta_grid(overlaps)
+
             def sweep(number: Array) -> Array:
                 def separation(z: Array) -> Array:
                     return with_one_of(separations, number, lambda s: s(z))
