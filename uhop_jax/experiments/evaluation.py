@@ -139,6 +139,9 @@ def best_entries(
 ) -> list[tuple[int, float]]:
     """Index and beta of the least mean error: one for each method, or for each entry.
 
+    Of kernels, and of betas, whose errors are the least to rounding, the middle one:
+    where several recall everything, rounding would choose, on each machine another.
+
     Args:
       entries: the models tried.
       errors: `(sets, entries, betas)`.
@@ -146,16 +149,18 @@ def best_entries(
       every_setting: keep every kernel of a family, not the best alone.
     """
     mean = errors.mean(0)
-    least = mean.min(-1)
-    chosen: dict[object, int] = {}
+    families: dict[object, list[int]] = {}
     for index, entry in enumerate(entries):
         key = index if every_setting else entry.method.name
-        if key not in chosen or least[index] < least[chosen[key]]:
-            chosen[key] = index
-    return [
-        (i, float(betas[i, _middle_of_least(mean[i], betas[i])]))
-        for i in chosen.values()
-    ]
+        families.setdefault(key, []).append(index)
+    chosen = []
+    for members in families.values():
+        least = mean[members].min(-1)
+        i = members[_middle_of_least(least, np.arange(len(least)), mean[members])]
+        chosen.append(
+            (i, float(betas[i, _middle_of_least(mean[i], betas[i], mean[i])]))
+        )
+    return chosen
 
 
 def score(
@@ -204,10 +209,10 @@ def _separations(grams: Array, t: Array) -> tuple[Array, Array]:
     return loss_of_gram(grams, loss, t), delta_min_of_gram(grams)
 
 
-def _middle_of_least(errors: np.ndarray, betas: np.ndarray) -> int:
-    """Of the betas whose errors are the least to rounding, the middle one."""
-    order = np.argsort(betas)
-    slack = 1e-6 * (1e-6 + np.median(errors))
+def _middle_of_least(errors: np.ndarray, places: np.ndarray, scale: np.ndarray) -> int:
+    """Of places whose errors are the least to rounding at a scale, the middle one."""
+    order = np.argsort(places)
+    slack = 1e-6 * (1e-6 + np.median(scale))
     equal = [i for i in order if errors[i] <= errors.min() + slack]
     return int(equal[len(equal) // 2])
 
