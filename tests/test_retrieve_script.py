@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from conftest import run_script
 
-from uhop_jax import Centering, data, experiments, plotting, records, save
+from uhop_jax import Centering, Dot, data, experiments, plotting, records, save
 from uhop_jax.experiments import sweep
+from uhop_jax.experiments.evaluation import Entry, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
 
@@ -242,6 +243,18 @@ def test_workdir_that_is_a_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is a file, it must be a directory"):
         records.claim(get_config(), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_rounding_does_not_choose_among_kernels_that_recall_everything():
+    method = next(m for m in FAIR if m.name == "U-Hop")
+    entries = [Entry(method, f"N={n}", Dot()) for n in (1, 10, 30, 100)]
+    betas = np.tile([1.0, 2.0, 3.0, 4.0], (4, 1))
+    errors = np.asarray([[[9, 8, 7, 0.1], [9, 0, 0, 0], [9, 0, 0, 0], [9, 0, 0, 0]]])
+    for seed in range(4):
+        noise = np.random.default_rng(seed).normal(scale=1e-16, size=errors.shape)
+        assert best_entries(entries, errors + noise, betas) == [(2, 3.0)]
+        every = best_entries(entries, errors + noise, betas, every_setting=True)
+        assert every == [(0, 4.0), (1, 3.0), (2, 3.0), (3, 3.0)]
 
 
 def test_an_interrupted_write_keeps_the_old_file(tmp_path):

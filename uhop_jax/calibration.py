@@ -117,7 +117,7 @@ def calibrate(
     corrupt: Callable[[PRNGKeyArray, Array], Any],
     *,
     queries: int = 1000,
-    accuracy: float = 0.02,
+    accuracy: float | None = 0.02,
     separations: Sequence[Separation] = SEPARATION_CHOICES,
     candidates: Mapping[str, Similarity] | None = None,
 ) -> Calibration:
@@ -132,7 +132,8 @@ def calibrate(
       queries: about how many corrupted copies the finalists retrieve; each memory has
         as many, or, if there are more memories than this, that many have one.
       accuracy: relative standard error at which the expected error is known well
-        enough; new copies are made until then, or until they cost too much.
+        enough; new copies are made until then, or until they cost too much. None makes
+        none: what to expect is then NaN, and the choice is the same.
       separations: separations to try: the first on every candidate, all of them on the
         few that are best with it.
       candidates: similarities to try by name, their kernels fitted; None is
@@ -145,7 +146,8 @@ def calibrate(
       ValueError: if an argument is out of range, or `corrupt` changes the shape.
     """
     check_count("queries", queries, 1)
-    check_positive("accuracy", accuracy)
+    if accuracy is not None:
+        check_positive("accuracy", accuracy)
     memories = as_floating(memories, "memories")
     if memories.ndim != 2 or memories.shape[0] < 2:
         raise ValueError(
@@ -180,9 +182,11 @@ def calibrate(
     chosen, separation, beta = models[best], separations[sep], betas[best, b]
     # The least of many noisy errors is too good; fresh copies tell what to expect.
     model = (chosen, jax.tree.map(jnp.asarray, separation), beta)
-    squared, right = _fresh_errors(
-        fresh_key, memories, corruption, number, model, accuracy, 1e-4 * spread
-    )
+    squared = right = np.full(1, np.nan)
+    if accuracy is not None:
+        squared, right = _fresh_errors(
+            fresh_key, memories, corruption, number, model, accuracy, 1e-4 * spread
+        )
     return Calibration(
         chosen,
         separation,
@@ -281,7 +285,7 @@ def sweep_errors(
     memories: Float[Array, "M d"],
     overlaps: Float[Array, "Q M"],
     target: Int[Array, " Q"],
-    separation: Separation,
+    separation: Callable[[Array], Array],
     betas: Float[Array, " B"],
 ) -> Float[Array, " B"]:
     """Mean squared error of one retrieval step at each inverse temperature.
@@ -352,11 +356,14 @@ def _sweep(
         def one(index: Array) -> tuple[Array, Array]:
             overlaps = overlaps_of(models, index, memories, query, observed)
             betas = beta_grid(overlaps)
-            found = [
-                sweep_errors(memories, overlaps, target, separation, betas)
-                for separation in separations
-            ]
-            return jnp.stack(found), betas
+
+            def sweep(number: Array) -> Array:
+                def separation(z: Array) -> Array:
+                    return with_one_of(separations, number, lambda s: s(z))
+
+                return sweep_errors(memories, overlaps, target, separation, betas)
+
+            return lax.map(sweep, jnp.arange(len(separations))), betas
 
         return lax.map(one, chosen)
 
@@ -437,21 +444,27 @@ def overlaps_of(
     observed: Array | None,
 ) -> Array:
     """Overlaps `(Q, M)` of the model at `index`; models alike share their code."""
+    return with_one_of(
+        models, index, lambda model: model(memories, query, observed=observed)
+    )
+
+
+def with_one_of(items: Sequence[Any], index: Array, call: Callable[[Any], Any]) -> Any:
+    """`call(items[index])` of an index that is traced; items alike share their code."""
     groups: dict[Any, list[int]] = {}
-    for number, model in enumerate(models):
-        leaves, structure = jax.tree.flatten(model)
-        kind = (structure, tuple((x.shape, x.dtype) for x in leaves))
+    for number, item in enumerate(items):
+        leaves, structure = jax.tree.flatten(item)
+        kind = (structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
         groups.setdefault(kind, []).append(number)
-    group = np.zeros(len(models), np.int32)
-    position = np.zeros(len(models), np.int32)
+    group = np.zeros(len(items), np.int32)
+    position = np.zeros(len(items), np.int32)
     branches = []
     for number, members in enumerate(groups.values()):
         group[members], position[members] = number, np.arange(len(members))
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *(models[i] for i in members))
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *(items[i] for i in members))
 
-        def branch(place: Array, stacked: Similarity = stacked) -> Array:
-            model = jax.tree.map(lambda x: x[place], stacked)
-            return model(memories, query, observed=observed)
+        def branch(place: Array, stacked: Any = stacked) -> Any:
+            return call(jax.tree.map(lambda x: x[place], stacked))
 
         branches.append(branch)
     place = jnp.asarray(position)[index]

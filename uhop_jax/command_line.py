@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import jax
+import jaxlib
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -20,7 +21,21 @@ def retrieve() -> None:
     """The command `uhop-retrieve`, and `retrieve.py`."""
     from uhop_jax import experiments
 
+    _compile_quickly()
     run_script(experiments.run, config="retrieval", workdir="results/retrieval")
+
+
+def _compile_quickly() -> None:
+    """Settings for programs that take longer to compile than to run.
+
+    The older emitters of XLA for CPUs compile a fusion in half of the time, and what
+    they compile runs as fast here. XLA stops at a flag that it does not know, hence the
+    version. Factorisations are small: with threads, LAPACK mostly waits for its own.
+    """
+    if jaxlib.__version__.startswith("0.10."):
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
+        os.environ.setdefault("XLA_FLAGS", flags)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def train() -> None:

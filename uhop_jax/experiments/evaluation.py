@@ -4,17 +4,23 @@ One model is an `Entry`; all entries of a cell are evaluated by one compiled pro
 which visits one memory set after another so that memory stays bounded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 from uhop_jax._products import weigh
-from uhop_jax.calibration import beta_grid, corrupted_copies, overlaps_of, sweep_errors
+from uhop_jax.calibration import (
+    beta_grid,
+    corrupted_copies,
+    overlaps_of,
+    sweep_errors,
+    with_one_of,
+)
 from uhop_jax.corruption import Corruption
 from uhop_jax.experiments.methods import Method
 from uhop_jax.kernels import Kernel
@@ -119,12 +125,9 @@ def errors_by_beta(
     A grid is common to all sets.
     """
     betas = grids(overlaps)
-    errors = [
-        # One entry at a time: all share a program, as far as separations are alike.
-        np.asarray(_sweep(memories, overlaps[:, i], entry.method.separation, betas[i]))
-        for i, entry in enumerate(entries)
-    ]
-    return np.stack(errors, axis=1), np.asarray(betas)
+    separations = tuple(entry.method.separation for entry in entries)
+    errors = _sweep(memories, overlaps, separations, betas)
+    return np.asarray(errors), np.asarray(betas)
 
 
 def best_entries(
@@ -136,6 +139,9 @@ def best_entries(
 ) -> list[tuple[int, float]]:
     """Index and beta of the least mean error: one for each method, or for each entry.
 
+    Of kernels, and of betas, whose errors are the least to rounding, the middle one:
+    where several recall everything, rounding would choose, on each machine another.
+
     Args:
       entries: the models tried.
       errors: `(sets, entries, betas)`.
@@ -143,29 +149,27 @@ def best_entries(
       every_setting: keep every kernel of a family, not the best alone.
     """
     mean = errors.mean(0)
-    least = mean.min(-1)
-    chosen: dict[object, int] = {}
+    families: dict[object, list[int]] = {}
     for index, entry in enumerate(entries):
         key = index if every_setting else entry.method.name
-        if key not in chosen or least[index] < least[chosen[key]]:
-            chosen[key] = index
-    return [
-        (i, float(betas[i, _middle_of_least(mean[i], betas[i])]))
-        for i in chosen.values()
-    ]
+        families.setdefault(key, []).append(index)
+    chosen = []
+    for members in families.values():
+        least = mean[members].min(-1)
+        i = members[_middle_of_least(least, np.arange(len(least)), mean[members])]
+        chosen.append(
+            (i, float(betas[i, _middle_of_least(mean[i], betas[i], mean[i])]))
+        )
+    return chosen
 
 
 def score(
     entries: Sequence[Entry], overlaps: Array, betas: Sequence[float], memories: Array
 ) -> Scores:
     """Scores of each entry at its beta, after one update."""
-    found = [
-        _score(memories, overlaps[:, i], entry.method.separation, betas[i])
-        for i, entry in enumerate(entries)
-    ]
-    return Scores(
-        *(np.stack([np.asarray(y) for y in x], 1) for x in zip(*found, strict=True))
-    )
+    separations = tuple(entry.method.separation for entry in entries)
+    found = _score(memories, overlaps, separations, jnp.asarray(betas, overlaps.dtype))
+    return Scores(*(np.asarray(x) for x in found))
 
 
 def scores_of_weights(weights: Array, memories: Array) -> Scores:
@@ -205,10 +209,10 @@ def _separations(grams: Array, t: Array) -> tuple[Array, Array]:
     return loss_of_gram(grams, loss, t), delta_min_of_gram(grams)
 
 
-def _middle_of_least(errors: np.ndarray, betas: np.ndarray) -> int:
-    """Of the betas whose errors are the least to rounding, the middle one."""
-    order = np.argsort(betas)
-    slack = 1e-6 * (1e-6 + np.median(errors))
+def _middle_of_least(errors: np.ndarray, places: np.ndarray, scale: np.ndarray) -> int:
+    """Of places whose errors are the least to rounding at a scale, the middle one."""
+    order = np.argsort(places)
+    slack = 1e-6 * (1e-6 + np.median(scale))
     equal = [i for i in order if errors[i] <= errors.min() + slack]
     return int(equal[len(equal) // 2])
 
@@ -233,26 +237,54 @@ def grids(overlaps: Array) -> Array:
     )
 
 
+def _over_entries(
+    function: Callable[[Array, Array, Callable[[Array], Array], Array], Any],
+    memories: Array,
+    overlaps: Array,
+    separations: tuple[Separation, ...],
+    betas: Array,
+) -> Any:
+    """`function(memories, overlaps, separation, beta)` for each set and entry."""
+
+    def of_set(row: tuple[Array, Array]) -> Any:
+        memories, overlaps = row
+
+        def of_entry(row: tuple[Array, Array, Array]) -> Any:
+            index, overlaps, beta = row
+
+            def separation(z: Array) -> Array:
+                return with_one_of(separations, index, lambda s: s(z))
+
+            return function(memories, overlaps, separation, beta)
+
+        return lax.map(of_entry, (jnp.arange(len(separations)), overlaps, betas))
+
+    return lax.map(of_set, (memories, overlaps))
+
+
 @jax.jit
 def _sweep(
-    memories: Array, overlaps: Array, separation: Separation, betas: Array
+    memories: Array, overlaps: Array, separations: tuple[Separation, ...], betas: Array
 ) -> Array:
-    """Errors `(sets, betas)` of one entry."""
+    """Errors `(sets, entries, betas)`."""
     target = jnp.arange(memories.shape[1])
-    return lax.map(
-        lambda row: sweep_errors(row[0], row[1], target, separation, betas),
-        (memories, overlaps),
-    )
+
+    def sweep(memories, overlaps, separation, betas):
+        return sweep_errors(memories, overlaps, target, separation, betas)
+
+    return _over_entries(sweep, memories, overlaps, separations, betas)
 
 
 @jax.jit
 def _score(
-    memories: Array, overlaps: Array, separation: Separation, beta: ArrayLike
+    memories: Array, overlaps: Array, separations: tuple[Separation, ...], betas: Array
 ) -> tuple[Array, Array, Array]:
-    """Scores `(sets,)` of one entry."""
-    return lax.map(
-        lambda row: _scores(separation(beta * row[1]), row[0]), (memories, overlaps)
-    )
+    """Scores `(sets, entries)`, each entry at its beta."""
+
+    def score(memories, overlaps, separation, beta):
+        return _scores(separation(beta * overlaps), memories)
+
+    return _over_entries(score, memories, overlaps, separations, betas)
 
 
 def mean_error(weights: Array, memories: Array) -> Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from uhop_jax._entmax import Power
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
@@ -18,6 +19,7 @@ from uhop_jax.separation import (
     Polynomial,
     Separation,
     Softmax,
+    Sparsemax,
     TopK,
 )
 from uhop_jax.similarity import (
@@ -37,7 +39,6 @@ from uhop_jax.uhop_plus import fit_annealed
 
 CALIBRATED, LIMIT = "calibrated", "limit"
 COPIES = 200_000  # corrupted component values that a likelihood kernel learns from
-SPARSEMAX = Entmax(2.0)  # sparsemax, by the program that serves every alpha
 OTHER = "other fixed similarities"
 
 
@@ -99,8 +100,8 @@ class Powers(Separation):
 
 FAIR = (
     Method("MHM", Dot, Softmax()),
-    Method("Sparse MHM", Dot, SPARSEMAX),
-    Method("entmax 1.5", Dot, Entmax(1.5)),
+    Method("Sparse MHM", Dot, Sparsemax()),
+    Method("entmax 1.5", Dot, Entmax(1.5, power=Power.SQUARE)),
     Method("DAM 10", Dot, Polynomial(10)),
     Method("l2", NegativeL2, Softmax()),
     Method("squared l2", NegativeSquaredL2, Softmax(), group=OTHER),
@@ -112,7 +113,7 @@ FAIR = (
     Method("random W", Dot, Softmax(), "random", "kernel"),
     Method("random W, angular", Cosine, Softmax(), "random", "angular kernel"),
     Method("U-Hop", Dot, Softmax(), "average", "kernel"),
-    Method("U-Hop sparse", Dot, SPARSEMAX, "average", "kernel"),
+    Method("U-Hop sparse", Dot, Sparsemax(), "average", "kernel"),
     Method("U-Hop, angular", Cosine, Softmax(), "average", "angular kernel"),
     Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
     Method("U-Hop max, angular", Cosine, Softmax(), "maximum", "angular kernel"),
@@ -128,15 +129,15 @@ FAIR = (
 # The models of the paper's figures, at one beta.
 PAPER = (
     Method("MHM", Dot, Softmax()),
-    Method("Sparse MHM", Dot, SPARSEMAX),
+    Method("Sparse MHM", Dot, Sparsemax()),
     Method("DAM 10", Dot, Powers(10)),
     Method("l2", NegativeL2, Softmax()),
     Method("l1", NegativeL1, Softmax()),
     Method("random W", Dot, Softmax(), "random", "kernel"),
     Method("U-Hop", Dot, Softmax(), "average", "kernel"),
-    Method("U-Hop sparse", Dot, SPARSEMAX, "average", "kernel"),
+    Method("U-Hop sparse", Dot, Sparsemax(), "average", "kernel"),
     Method("U-Hop max", Dot, Softmax(), "maximum", "kernel"),
-    Method("U-Hop max sparse", Dot, SPARSEMAX, "maximum", "kernel"),
+    Method("U-Hop max sparse", Dot, Sparsemax(), "maximum", "kernel"),
 )
 
 
