@@ -150,6 +150,20 @@ def test_the_same_key_gives_the_same_numbers(calibrated):
     assert (other.trials != model.trials).any()
 
 
+def test_without_an_accuracy_the_choice_is_the_same_and_nothing_is_expected():
+    options = {"queries": 60, "candidates": {"cosine": Cosine(), "l1": NegativeL1()}}
+    full = calibrate(KEY, MEMORIES[:12], Noise(0.3), **options)
+    short = calibrate(KEY, MEMORIES[:12], Noise(0.3), accuracy=None, **options)
+    assert np.isfinite(full.expected_error)
+    assert np.isnan(
+        [short.expected_error, short.standard_error, short.expected_top1]
+    ).all()
+    assert (short.name, short.beta, short.separation) == (
+        *(full.name, full.beta, full.separation),
+    )
+    np.testing.assert_array_equal(short.trials, full.trials)
+
+
 def test_calibration_retrieves_as_the_function_does(calibrated, tmp_path):
     _, model, (query, observed, _) = calibrated
     query = query[:5]
