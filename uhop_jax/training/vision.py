@@ -65,8 +65,8 @@ class Vision(Application):
 
     free = (*Application.free, "sizes", "patches", "data.on_device")
 
-    def __init__(self, config: ConfigDict):
-        super().__init__(config)
+    def __init__(self, config: ConfigDict, workdir: Path = Path()):
+        super().__init__(config, workdir)
         check_count("data.test_limit", config.data.test_limit, 0)
         if config.train.weight_decay < 0:
             raise ValueError(
