@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+PAUSE = 0.25  # seconds, in which the threads of the call before go to sleep
 Benchmark = Callable[[int], list[dict[str, Any]]]
 
 
@@ -46,6 +47,7 @@ def compare(
         jax.block_until_ready(call())
     for _ in range(rounds):
         for name, call in present.items():
+            time.sleep(PAUSE)
             began = time.perf_counter()
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - began)
