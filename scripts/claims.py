@@ -72,7 +72,12 @@ def of_values(values: Sequence[float], full: float, some: float) -> str:
 
 
 def of_gain(gain: float, error: float, stated: float) -> str:
-    """Holds if half of the gain stated is there, beyond two standard errors."""
+    """Holds if half of the gain stated is there, beyond two standard errors.
+
+    Where there is one seed, and so no standard error, nothing is tested.
+    """
+    if error == float("inf"):
+        return UNTESTED
     if gain > 2 * error and gain >= stated / 2:
         return HOLDS
     return PARTLY if gain > 2 * error else FAILS

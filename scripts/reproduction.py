@@ -351,7 +351,8 @@ def _claims() -> list[Claim]:
                 ("etth1",) if tested else (),
                 claims.forecast(data, horizon),
                 GAIN + "; MSE and MAE, partly if they differ",
-                f"{LONG}: train.py --config=configs/time_series.py:{data} "
+                ("one seed has no spread; three of them: " if tested else "")
+                + f"{LONG}: train.py --config=configs/time_series.py:{data} "
                 f"--config.horizon='({horizon},)'",
             )
         )
