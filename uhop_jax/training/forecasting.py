@@ -326,7 +326,7 @@ class Forecasting(Application):
             found = judge.evaluate(state, "validation")
             row["validation_loss"] = float(found["loss"][0])
         found = judge.evaluate(state, "test")
-        row |= {f"test_{n}": float(found[n][0]) for n in ("mse", "mae")}
+        row |= {f"test_{n}": float(found[n][0]) for n in forecasts.METRICS}
         series, splits = self._loaded(*cell[:3])
         places = np.linspace(0, splits.test.size - 1, forecasts.COLUMNS).astype(int)
         rows = splits.test.rows

@@ -10,7 +10,7 @@ from uhop_jax import data, plotting, records
 from uhop_jax.data.dates import date_text, duration_text
 from uhop_jax.training.application import Rows
 
-ERRORS = ("mse", "mae")
+METRICS = ("mse", "mae")
 COLUMNS = 3  # of a figure of forecasts: series, and windows of each
 
 
@@ -36,9 +36,9 @@ def table(rows: Rows) -> str:
             count = lot[0]["parameters"]
             line = [", ".join(names), f"{count:,}" if count else "-"]
             line.append(str(len(lot)) if count else "-")
-            for metric in ("test_mse", "test_mae"):
-                line.append(records.mean_and_spread([row[metric] for row in lot]))
-            line += [str(lot[0][f"paper_{m}"] or "-") for m in ERRORS]
+            for metric in METRICS:
+                line.append(records.mean_and_spread([r[f"test_{metric}"] for r in lot]))
+            line += [str(lot[0][f"paper_{m}"] or "-") for m in METRICS]
             lines.append(line)
     text = records.aligned(lines)
     return text + "\n* the window of least validation loss" * several
@@ -49,11 +49,11 @@ def errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
     return [
         plotting.Panel(
             title,
-            records.curves(rows, against, f"test_{metric.lower()}", "arm"),
+            records.curves(rows, against, f"test_{metric}", "arm"),
             f"{against} in steps",
-            f"test {metric} of standardised values",
+            f"test {metric.upper()} of standardised values",
         )
-        for metric in ("MSE", "MAE")
+        for metric in METRICS
     ]
 
 
