@@ -113,7 +113,9 @@ def panels(
         if part.xscale == "log" and len(places) <= 10:  # few enough to name each
             axis.set_xticks(places, [f"{x:g}" for x in places], fontsize=8)
             axis.minorticks_off()
-        if part.xscale == "linear" and (places % 1 == 0).all():
+        if part.xscale == "linear" and len(places) == 1:
+            axis.set_xticks(places)
+        elif part.xscale == "linear" and (places % 1 == 0).all():
             axis.locator_params(axis="x", integer=True)
         axis.grid(alpha=0.3, linewidth=0.5)
         beside = len(part.series) > _LEGEND_WITHIN  # it would hide the curves
