@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import math
 import os
 import platform
 import sys
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 
 PAUSE = 0.25  # seconds, in which the threads of the call before go to sleep
+BUSY = 0.05  # seconds that a call is repeated for; the first, which wakes threads, apart
 Benchmark = Callable[[int], list[dict[str, Any]]]
 
 
@@ -38,19 +40,21 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Median milliseconds of each call, and its median ratio to the baseline.
 
-    A call that is None belongs to a peer that is not installed: its row says so.
+    In a round each call has its turn: a pause, then the mean of as many in a row as make
+    `BUSY` seconds. A call that is None belongs to a peer that is not installed: its row says so.
     """
     present = {name: call for name, call in calls.items() if call is not None}
     seconds: dict[str, list[float]] = {name: [] for name in present}
-    for call in present.values():  # compiles, and warms up
-        jax.block_until_ready(call())
-        jax.block_until_ready(call())
+    repeats = {}
+    for name, call in present.items():
+        timed(call, 1)  # compiles
+        repeats[name] = math.ceil(BUSY / timed(call, 1))
     for _ in range(rounds):
         for name, call in present.items():
             time.sleep(PAUSE)
-            began = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - began)
+            if repeats[name] > 1:
+                timed(call, 1)
+            seconds[name].append(timed(call, repeats[name]))
     rows = []
     print(f"\n{title}")
     for name in calls:
@@ -64,6 +68,14 @@ def compare(
             print(f"  {name:<34}  not measured: pip install 'uhop-jax[bench]'")
         rows.append(row | {"baseline": baseline})
     return rows
+
+
+def timed(call: Callable[[], Any], repeats: int) -> float:
+    """Seconds of a call, the mean of several in a row."""
+    began = time.perf_counter()
+    for _ in range(repeats):
+        jax.block_until_ready(call())
+    return (time.perf_counter() - began) / repeats
 
 
 def environment() -> dict[str, Any]:
