@@ -2,14 +2,13 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import FAST, ROOT
 
 from uhop_jax import memory_mesh, shard_memories
 
-ROOT = Path(__file__).parent.parent
 
 # Runs in processes of its own, as 8 devices of one or 2 of two.
 WORK = """
@@ -79,7 +78,7 @@ print("equal")
 
 def start(devices, total, **variables):
     variables |= {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{FAST} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.Popen(

@@ -303,11 +303,11 @@ def test_killed_and_continued_is_the_run_that_never_stopped(tmp_path, devices):
     """SIGKILL at a random moment, the same command again, bit for bit."""
     flags = [*FLAGS, "--config.train.epochs=4", "--config.model.dropout=0.2"]
     flags += ["--config.train.batch_size=8", "--config.stage_one.batch_size=8"]
-    flags.append("--config.train.checkpoint_seconds=0.0")
     code, _, err = script(*flags, f"--workdir={tmp_path / 'whole'}", devices=devices)
     assert code == 0, err[-2000:]
     random.seed(devices)
     cut = tmp_path / "cut"
+    flags.append("--config.train.checkpoint_seconds=0.0")
     process = script(*flags, f"--workdir={cut}", devices=devices, wait=False)
     while not any(p.name.isdecimal() for p in (cut / "checkpoints").glob("*")):
         assert process.poll() is None
