@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,10 +56,11 @@ def records(path):
         return list(csv.DictReader(file))
 
 
-def script(*flags, devices=1, wait=True):
-    environment = os.environ | {
-        "XLA_FLAGS": f"{FAST} --xla_force_host_platform_device_count={devices}"
-    }
+def script(*flags, devices=1, wait=True, **variables):
+    environment = os.environ | variables
+    environment["XLA_FLAGS"] = (
+        f"{FAST} --xla_force_host_platform_device_count={devices}"
+    )
     command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
     process = subprocess.Popen(
         command,
@@ -318,6 +320,35 @@ def test_killed_and_continued_is_the_run_that_never_stopped(tmp_path, devices):
     code, _, err = script(*flags, f"--workdir={cut}", devices=devices)
     assert code == 0, err[-2000:]
     assert_same_run(tmp_path / "whole", cut)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    flags = [*FLAGS, "--config.train.batch_size=8", "--config.stage_one.batch_size=8"]
+    code, _, err = script(*flags, f"--workdir={tmp_path / 'one'}", devices=4)
+    assert code == 0, err[-2000:]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        cluster = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free.getsockname()[1]}"}
+    flags += ["--config.distributed=True", f"--workdir={tmp_path / 'two'}"]
+    cluster["JAX_NUM_PROCESSES"] = "2"
+    processes = [
+        script(*flags, devices=2, wait=False, JAX_PROCESS_ID=str(index), **cluster)
+        for index in range(2)
+    ]
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err[-2000:]
+    finally:
+        for process in processes:
+            process.kill()
+    one, two = (records(tmp_path / name / "metrics.csv") for name in ("one", "two"))
+    assert len(one) == len(two) == 2
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours.pop("phase") == theirs.pop("phase")
+        for name, value in ours.items():
+            assert float(theirs[name]) == pytest.approx(float(value), abs=1e-5), name
 
 
 def test_a_signal_saves_the_step_at_hand(tmp_path):
