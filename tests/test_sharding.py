@@ -9,7 +9,6 @@ from conftest import FAST, ROOT
 
 from uhop_jax import memory_mesh, shard_memories
 
-
 # Runs in processes of its own, as 8 devices of one or 2 of two.
 WORK = """
 import functools, os, re, sys
