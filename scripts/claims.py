@@ -12,6 +12,7 @@ Rows = Sequence[Mapping[str, Any]]
 Results = Mapping[str, Rows]
 CELL = ("data", "memories", "corruption", "level")
 BASELINES = ("MHM", "Sparse MHM", "DAM 10", "l2", "l1")  # of the paper
+CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
 LEAST = 0.01  # error below which methods are equal: nothing is left to gain
 
 
@@ -375,6 +376,23 @@ def learning_margin(results: Results) -> Judged:
             texts[place] = f"{change:+.2f} points, standard error {error:.2f} ({name})"
             verdicts.append(of_gain(change, error, 100 * paper.LEARNING_MARGIN))
     return Judged(*texts, worst(verdicts))
+
+
+def beyond_controls(results: Results) -> Judged:
+    """The gain in test accuracy over each control: what Stage I adds to the kernel."""
+    texts, verdicts = ["-", "-"], []
+    for place, names in enumerate((("cifar_paper", "cifar_controls"), ("patches",))):
+        rows = [row for name in names for row in results.get(name, ())]
+        parts = []
+        for control in CONTROLS:
+            if not {control, "MHM + U-Hop"} <= {row["arm"] for row in rows}:
+                continue
+            arms = (control, "MHM + U-Hop")
+            *_, change, error = gain(rows, "test_accuracy", arms, 100)
+            parts.append(f"to {control} {change:+.2f} ± {error:.2f}")
+            verdicts.append(HOLDS if change > 2 * error else FAILS)
+        texts[place] = "; ".join(parts) or "-"
+    return Judged(*texts, worst(verdicts) if verdicts else UNTESTED)
 
 
 def worst(verdicts: Sequence[str]) -> str:

@@ -136,6 +136,22 @@ def test_claims_on_synthetic_numbers(uhop, verdict):
     assert claims.judged(claim, {"a": [], "b": []}).verdict == UNTESTED
 
 
+@pytest.mark.parametrize(
+    ("by_task", "verdict"), [(0.5, HOLDS), (0.56, PARTLY), (None, HOLDS)]
+)
+def test_a_gain_is_judged_against_each_control(by_task, verdict):
+    means = {"MHM + U-Hop": 0.55, "MHM, matched size": 0.5}
+    means |= {"MHM + kernel by task": by_task} if by_task else {}
+    rows = [
+        {"arm": arm, "test_accuracy": mean + 0.001 * seed}
+        for arm, mean in means.items()
+        for seed in (0, 1, 2)
+    ]
+    found = claims.beyond_controls({"cifar_paper": rows[:3], "cifar_controls": rows})
+    assert found.verdict == verdict and "to MHM, matched size +5.00 ± " in found.paper
+    assert claims.beyond_controls({"patches": rows[:3]}).verdict == UNTESTED
+
+
 def test_forecasts_wait_for_their_file():
     judge = claims.forecast("etth1", 96)
     row = {"data": "etth1", "horizon": 96, "window": 168, "validation_loss": 0.3}
