@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 PAUSE = 0.25  # seconds, in which the threads of the call before go to sleep
-BUSY = 0.05  # seconds that a call is repeated for; the first, which wakes threads, apart
+BUSY = 0.05  # seconds that short calls are repeated for, once the threads are awake
 Benchmark = Callable[[int], list[dict[str, Any]]]
 
 
@@ -40,8 +40,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Median milliseconds of each call, and its median ratio to the baseline.
 
-    In a round each call has its turn: a pause, then the mean of as many in a row as make
-    `BUSY` seconds. A call that is None belongs to a peer that is not installed: its row says so.
+    In a round each call has its turn: a pause, then the mean of as many in a row as
+    make `BUSY` seconds. A call that is None belongs to a peer that is not installed:
+    its row says so.
     """
     present = {name: call for name, call in calls.items() if call is not None}
     seconds: dict[str, list[float]] = {name: [] for name in present}

@@ -406,14 +406,24 @@ def test_known_missing_pixels_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"block": 7}, {"mapped": "digits.npy"}, {"shards": 1}], ids=str
+    "changes",
+    [
+        {"block": 7},
+        {"block": 7, "observed": "seen.npy"},
+        {"mapped": "digits.npy"},
+        {"shards": 1},
+    ],
+    ids=str,
 )
 def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
     monkeypatch.chdir(tmp_path)
     digits = data.load("digits", limit=31)
     np.save("digits.npy", digits.values)
-    np.save("queries.npy", digits.values[:9] * (np.arange(64) % 3 > 0))
+    seen = np.tile(np.arange(64) % 3 > 0, (9, 1))
+    np.save("seen.npy", seen)
+    np.save("queries.npy", digits.values[:9] * seen)
     common = {"data.name": "digits.npy", "queries": "queries.npy"}
+    common |= {k: v for k, v in changes.items() if k == "observed"}
     experiments.run(query_config(**common), tmp_path / "whole")
     experiments.run(query_config(**common | changes), tmp_path / "run")
     whole, rows = (read(tmp_path / x / "answers.csv") for x in ("whole", "run"))
@@ -443,7 +453,10 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
             {"queries": "good.npy", "observed": "kernel.npz"},
             "is not a readable .npy file",
         ),
-        ({"block": 3, "shards": 1}, "block and mapped go with neither shards nor"),
+        (
+            {"block": 3, "shards": 1},
+            "block 3 and mapped '' stream the memories",
+        ),
         ({"mapped": "wide.npy"}, r"mapped has shape \(3, 9\), patterns have dimension"),
         ({"mapped": "bad.npy"}, "mapped must hold floating patterns"),
         ({"corruption.level": 2.0}, "of a mask must be in"),

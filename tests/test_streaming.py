@@ -90,6 +90,49 @@ def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
         np.testing.assert_array_equal(found.nearest[best > 0], index[best > 0])
 
 
+@pytest.mark.parametrize(
+    ("separation", "similarity"),
+    [
+        (Softmax(), Dot()),
+        (TopK(3), Cosine()),
+        (Sparsemax(), NegativeSquaredL2()),
+        (Softmax(), "likelihood"),
+        slow(Entmax(1.5), Cosine()),
+    ],
+    ids=label,
+)
+def test_known_components_alone_are_compared(separation, similarity, tmp_path):
+    if similarity == "likelihood":
+        stored, noise = jnp.asarray(MEMORIES), uhop_jax.Noise(0.3)
+        kernel = uhop_jax.fit_likelihood(jax.random.key(0), stored, noise)
+        similarity = Dot(kernel)
+    observed = jnp.asarray(normal(4, D, seed=3) > -0.3)
+    query = jnp.where(observed, jnp.asarray(QUERY), jnp.nan)
+    options = dict(beta=jnp.asarray([0.3, 1.0, 2.0, 6.0]), separation=separation)
+    options |= dict(similarity=similarity, observed=observed)
+    direct = retrieve(jnp.asarray(MEMORIES), query, **options)
+    for memories in sources(MEMORIES, tmp_path / "m.npy"):
+        found = retrieve_streamed(
+            memories, query, block=16, query_block=3, top=1, **options
+        )
+        assert_close(found.state, direct.state, scale=100)
+        assert_close(found.weights[..., 0], direct.weights.max(-1), floor=1e-8)
+        np.testing.assert_array_equal(found.nearest[..., 0], direct.weights.argmax(-1))
+
+
+def test_gradient_with_known_components():
+    observed = jnp.asarray(normal(4, D, seed=3) > -0.3)
+
+    def loss(function, memories, query):
+        options = dict(beta=2.0, similarity=Cosine(), observed=observed)
+        return (function(memories, query, **options).state ** 2).sum()
+
+    arguments = jnp.asarray(MEMORIES), jnp.asarray(QUERY)
+    ours = jax.grad(lambda *x: loss(retrieve_streamed, *x), (0, 1))(*arguments)
+    direct = jax.grad(lambda *x: loss(retrieve, *x), (0, 1))(*arguments)
+    jax.tree.map(lambda a, b: assert_close(a, b, scale=100), ours, direct)
+
+
 @pytest.mark.parametrize("block", [7, 101, None, *map(slow, (1, 100, 1000))])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_any_block(block, on_host):
@@ -210,6 +253,12 @@ WRONG = [
     (dict(block=0), "block must be at least 1, got 0"),
     (dict(top=COUNT + 1), f"top must be at most {COUNT}, got {COUNT + 1}"),
     (dict(separation=TopK(COUNT + 1)), f"k must be at most {COUNT}"),
+    (dict(observed=np.ones(D)), "observed must be boolean"),
+    (dict(observed=np.ones(D, bool), steps=2), "observed is streamed with steps 1"),
+    (
+        dict(observed=np.ones(D, bool), similarity=Dot(KERNEL)),
+        "observed is streamed without a kernel .* got LinearKernel",
+    ),
     (dict(mask=jnp.ones(3, bool)), rf"mask must be boolean of shape \({COUNT},\)"),
 ]
 

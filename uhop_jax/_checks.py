@@ -56,7 +56,7 @@ def check_finite(name: str, x: Any, valid: Any = None) -> None:
     with jax.ensure_compile_time_eval():  # a constant of a function being traced
         finite = jnp.isfinite(x)
         if valid is not None:
-            finite = finite | ~jnp.asarray(valid)
+            finite = finite | ~jnp.broadcast_to(valid, x.shape)
         bad = x.size - int(jnp.sum(finite))
     if bad:
         raise ValueError(

@@ -120,6 +120,8 @@ def answer_in_blocks(
     model: Calibration,
     patterns: Float[np.ndarray, "M d"],
     query: Float[Array, "Q d"],
+    observed: Bool[Array, "Q d"] | None = None,
+    *,
     block: int | None = None,
 ) -> Answers:
     """Likewise, holding a block of the patterns at a time; they may lie in a file."""
@@ -138,6 +140,7 @@ def answer_in_blocks(
         separation=model.separation,
         similarity=model.similarity,
         values=with_squares,
+        observed=observed,
         top=2,
         block=block,
     )
@@ -177,10 +180,10 @@ def run(config: ConfigDict, workdir: Path) -> None:
     check_count("block", config.block, 0)
     check_count("shards", config.shards, 0)
     in_blocks = bool(config.block or config.mapped)
-    if in_blocks and (config.shards or observed is not None):
+    if in_blocks and config.shards:
         raise ValueError(
-            "block and mapped go with neither shards nor observed: these need all "
-            "memories at once"
+            f"block {config.block} and mapped {config.mapped!r} stream the memories, "
+            f"shards {config.shards} hold them all: choose one"
         )
     mapped = _mapped(config.mapped, stored.values.shape[1]) if config.mapped else None
     options, shape = config.corruption, tuple(stored.shape)
@@ -203,7 +206,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
         patterns = np.asarray(memory.values) if mapped is None else mapped
         if in_blocks:
             found = answer_in_blocks(
-                memory.model, patterns, asked, config.block or None
+                memory.model, patterns, asked, observed, block=config.block or None
             )
         else:
             found = answer(memory, asked, observed, shards=config.shards)

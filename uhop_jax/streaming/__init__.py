@@ -46,7 +46,7 @@ from uhop_jax.separation import (
     Sparsemax,
     TopK,
 )
-from uhop_jax.similarity import Dot, Similarity, check_patterns
+from uhop_jax.similarity import Dot, Similarity, check_observed, check_patterns
 from uhop_jax.streaming._device import Stored
 from uhop_jax.streaming._host import Read
 from uhop_jax.streaming._passes import Model, Plan
@@ -84,6 +84,7 @@ def retrieve_streamed(
     steps: int = 1,
     values: Source | None = None,
     mask: Bool[Array, " M"] | None = None,
+    observed: Bool[Array, "*#batch d"] | None = None,
     top: int = 0,
     block: int | None = None,
     query_block: int | None = None,
@@ -91,7 +92,7 @@ def retrieve_streamed(
     r"""`uhop_jax.retrieve` [eqn:ret-dyn], holding a block of memories at a time.
 
     A JAX array is read where it lies, inside one compiled program that can be jitted,
-    mapped and differentiated in everything but the mask (reverse mode; the overlaps are
+    mapped and differentiated in everything but the masks (reverse mode; overlaps are
     computed again, block by block). Anything else is read on the host and cannot be
     differentiated: a NumPy array, memory-mapped or not; the path of a `.npy` file,
     which is then mapped; or a function without arguments that returns an iterator over
@@ -109,6 +110,8 @@ def retrieve_streamed(
       values: what the last weights average `(M, v)`, a source as `memories` is; the
         memories by default.
       mask: true for valid memories, the same for all queries; for arrays alone.
+      observed: true for known components of the query, with one step; not for linear
+        kernels, which would see other memories for each query.
       top: how many of the largest weights to report; costs a pass.
       block: memories at a time, any number; chosen by size if None.
       query_block: queries at a time, likewise. Memories on the host are read anew for
@@ -133,13 +136,16 @@ def retrieve_streamed(
         )
     separation.check()
     query = as_floating(query, "query")
-    check_finite("query", query)
+    observed = check_observed(observed, query)
+    check_finite("query", query, observed)
     check_positive("beta", beta)
     stored: Any = Stored if isinstance(memories, jax.Array) else Read
     source = stored.of(memories, values, mask)
     check_patterns(source.sample, query, similarity)
     for name, k in (("k", getattr(separation, "k", 0)), ("top", top)):
         check_count(name, k, 0, source.length)
+    rows, d = query.shape[:-1], query.shape[-1]
+    number = int(np.prod(rows))
     kernel = similarity.kernel
     if kernel is not None and kernel.set_axes:
         raise ValueError(
@@ -147,16 +153,23 @@ def retrieve_streamed(
         )
     if steps > 1:
         check_iterable(similarity)
+    if observed is not None:
+        if steps > 1:
+            raise ValueError(f"observed is streamed with steps 1, got steps {steps}")
+        if kernel is not None and kernel.local:
+            raise ValueError(
+                "observed is streamed without a kernel or with LikelihoodKernel, "
+                f"got {type(kernel).__name__}"
+            )
+        observed = jnp.broadcast_to(observed, query.shape).reshape(number, d)
     dtype = wider_dtype(source.sample, query, *source.more)
     working = working_dtype(jnp.zeros((), dtype))
-    rows, d = query.shape[:-1], query.shape[-1]
-    number = int(np.prod(rows))
 
     def each(name: str, x: Any) -> Array:
         return broadcast_rows(name, x, rows).astype(working).reshape(number)
 
     separation = jax.tree.map(functools.partial(each, "alpha"), separation)
-    model = Model(similarity, separation, each("beta", beta))
+    model = Model(similarity, separation, each("beta", beta), observed)
     size = min(query_block or QUERY_BLOCK, max(number, 1))
     tile = min(TILE_ROWS, max(TILE // size, 1), block or TILE_ROWS)
     plan = Plan(steps, top, tile, size, block, dtype)

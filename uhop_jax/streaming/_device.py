@@ -81,19 +81,16 @@ def _run_on_device(plan: Plan, model: Model, query: Array, stored: Stored):
     count, size = query.shape[0], plan.queries
     if count <= size:
         return run_queries(driver, plan, model, query)
-    parts = query, model.beta, model.separation
 
     def split(x: Array) -> Array:
         widths = ((0, -count % size), *(((0, 0),) * (x.ndim - 1)))
         return jnp.pad(x, widths, mode="edge").reshape(-1, size, *x.shape[1:])
 
     def block(parts):
-        query, beta, separation = parts
-        return run_queries(
-            driver, plan, Model(model.similarity, separation, beta), query
-        )
+        query, own = parts
+        return run_queries(driver, plan, Model(model.similarity, *own), query)
 
-    found = lax.map(block, jax.tree.map(split, parts))
+    found = lax.map(block, jax.tree.map(split, (query, model.own)))
     return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in found)
 
 
@@ -199,7 +196,8 @@ def _backward(plan, update, residuals, cotangents):
         share = -a / jnp.where(b == 0, 1.0, b)
     else:
         share = -(g * out).sum(-1)
-    start = jax.tree.map(jnp.zeros_like, (model, y, stored._replace(mask=None)))
+    smooth = model._replace(observed=None), y, stored._replace(mask=None)
+    start = jax.tree.map(jnp.zeros_like, smooth)
     extra = threshold, g, share
     by_model, by_y, by_stored = driver.fold(_pull_back, model, y, extra, start, update)
     return by_model, by_y, by_stored
@@ -227,11 +225,13 @@ def _pull_back(model, y, extra, carry, tile: Tile, update):
     threshold, g, share = extra
     by_model, by_y, by_stored = carry
 
-    def contribution(model, y, memories, values):
+    def contribution(smooth, y, memories, values):
         own = tile._replace(memories=memories, values=values)
-        return _contribution(model, y, threshold, own, update)
+        full = smooth._replace(observed=model.observed)
+        return _contribution(full, y, threshold, own, update)
 
-    _, pull = jax.vjp(contribution, model, y, tile.memories, tile.values)
+    smooth = model._replace(observed=None)
+    _, pull = jax.vjp(contribution, smooth, y, tile.memories, tile.values)
     of_model, of_y, of_memories, of_values = pull((g, share))
 
     def add(whole: Array, part: Array) -> Array:

@@ -41,16 +41,24 @@ class Plan(NamedTuple):
 
 
 class Model(NamedTuple):
-    """How states are compared, with a `beta` and an `alpha` for each query."""
+    """How states are compared, with a `beta` and an `alpha` for each query.
+
+    And `observed (Q, d)`, its known components, or None.
+    """
 
     similarity: Similarity
     separation: Separation
     beta: Array
+    observed: Array | None = None
+
+    @property
+    def own(self) -> tuple[Separation, Array, Array | None]:
+        """What each query has of its own."""
+        return self.separation, self.beta, self.observed
 
     def take(self, index: Any) -> "Model":
         """That of some of the queries."""
-        separation = jax.tree.map(lambda leaf: leaf[index], self.separation)
-        return self._replace(separation=separation, beta=self.beta[index])
+        return Model(self.similarity, *jax.tree.map(lambda x: x[index], self.own))
 
 
 class Tile(NamedTuple):
@@ -69,7 +77,8 @@ class Tile(NamedTuple):
         scale = unit * model.beta[:, None].astype(y.dtype)
         # Where the overlap is linear in the state, scaling that is a pass less.
         linear = isinstance(model.similarity, Dot | Cosine) and keys.dtype == y.dtype
-        z = model.similarity.compare(keys, scale * y if linear else y)
+        state = scale * y if linear else y
+        z = model.similarity.compare(keys, state, model.observed)
         if not linear:
             z = scale * z
         if self.mask is not None:
@@ -88,7 +97,7 @@ def run_queries(
 ) -> tuple[Array, ...]:
     """State, largest weights and their memories for a block of queries `(Q, d)`."""
     similarity = model.similarity
-    y = similarity.state(query)
+    y = similarity.state(query, model.observed)
     y = y.astype(working_dtype(y))
     for _ in range(plan.steps - 1):
         mean, _ = driver.average(model, y, True)
@@ -318,18 +327,18 @@ def _average_of_largest(driver: Any, model: Model, y: Array, update: bool):
 
 @functools.partial(jax.jit, static_argnames="update")
 def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool):
-    def row(y, beta, memories, values, valid):
+    def row(y, own, memories, values, valid):
         memories = jnp.where(valid[:, None], memories, 0.0)
         if values is not None:
             values = jnp.where(valid[:, None], values, 0.0)
         tile = Tile(memories, values, valid, jnp.zeros((), jnp.int32))
-        one = model._replace(beta=beta[None])
+        one = Model(model.similarity, *jax.tree.map(lambda x: x[None], own))
         keys, z = tile.overlaps(one, y[None])
         out = weigh(Softmax()(z[0]), tile.averaged(keys, update))
         return out.astype(y.dtype), Softmax().conjugate(z[0])
 
     memories, values = fetched
-    return jax.vmap(row)(y, model.beta, memories, values, valid)
+    return jax.vmap(row)(y, model.own, memories, values, valid)
 
 
 def _largest(driver: Any, model: Model, y: Array, k: int) -> tuple[Array, Array]:
