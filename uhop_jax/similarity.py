@@ -14,6 +14,7 @@ Similarities are frozen pytrees whose only leaves are those of their kernels.
 """
 
 import abc
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -30,6 +31,8 @@ from uhop_jax._checks import (
 from uhop_jax._products import contract, shifted, weigh
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.kernels import Kernel
+
+COMPONENTS = 16  # of patterns, which distances sum at a time
 
 
 class Similarity(abc.ABC):
@@ -248,11 +251,7 @@ class NegativeL1(Similarity):
     kernel: Kernel | None = None
 
     def _compare(self, keys, state, restrict):
-        keys, state, seen = _restricted(keys, state, restrict)
-        difference = _pairs(keys, state)
-        # Unlike that of `abs`, this slope is zero at zero.
-        distance = difference * jax.lax.stop_gradient(jnp.sign(difference))
-        return -(distance if seen is None else distance * seen).sum(-1)
+        return -_sum_over_components(_absolute, *_restricted(keys, state, restrict))
 
 
 def _normalize(x: Array) -> Array:
@@ -277,25 +276,49 @@ def _restricted(keys: Array, state: Array, restrict: Any) -> tuple[Array, Array,
     """Keys, states and a 0/1 weight of their components, in the working dtype."""
     dtype = wider_dtype(keys, state, jnp.zeros((), jnp.float32))
     keys, state = keys.astype(dtype), state.astype(dtype)
-    return (
-        keys,
-        state,
-        None if restrict is None else restrict[..., None, :].astype(dtype),
-    )
+    if restrict is not None:
+        restrict = jnp.broadcast_to(restrict, state.shape).astype(dtype)
+    return keys, state, restrict
 
 
-def _pairs(keys: Array, state: Array) -> Array:
-    """Differences of every state with every key `(..., M, D)`, to be summed at once."""
-    keys = keys.reshape((1,) * (state.ndim - 1) + keys.shape)
-    return state[..., None, :] - keys
+def _sum_over_components(
+    term: Callable[[Array], Array], keys: Array, state: Array, seen: Any
+) -> Array:
+    """`sum_j seen_j term(state_j - key_j)` of every state with every key, `(..., M)`.
+
+    A few components at a time: the differences `(..., M, D)` are never stored, and
+    vector units work along the memories.
+    """
+    size = min(COMPONENTS, keys.shape[-1])
+
+    def in_groups(x: Array) -> Array:  # (..., D) -> (D / size, size, ...)
+        missing = -x.shape[-1] % size
+        x = jnp.pad(x, (*(((0, 0),) * (x.ndim - 1)), (0, missing)))
+        return jnp.moveaxis(x, -1, 0).reshape(-1, size, *x.shape[:-1])
+
+    @jax.checkpoint
+    def add(total: Array, group: tuple[Array, Array, Any]) -> tuple[Array, None]:
+        key, at, weight = group
+        key = key.reshape(size, *(1,) * (state.ndim - 1), -1)
+        part = jnp.zeros_like(total)
+        for j in range(size):
+            one = term(at[j][..., None] - key[j])
+            part = part + (one if weight is None else one * weight[j][..., None])
+        return total + part, None
+
+    total = jnp.zeros((*state.shape[:-1], keys.shape[0]), state.dtype)
+    return jax.lax.scan(add, total, jax.tree.map(in_groups, (keys, state, seen)))[0]
+
+
+def _absolute(x: Array) -> Array:
+    """`|x|`, whose slope at zero is zero, unlike that of `abs`."""
+    return x * jax.lax.stop_gradient(jnp.sign(x))
 
 
 @jax.custom_jvp
 def _squared_distance(keys: Array, state: Array, seen: Any) -> Array:
-    """`sum_j seen_j (state_j - key_j)^2`, fused: the differences are never stored."""
-    difference = _pairs(keys, state)
-    squared = difference * difference
-    return (squared if seen is None else squared * seen).sum(-1)
+    """`sum_j seen_j (state_j - key_j)^2`, of differences, so that nothing cancels."""
+    return _sum_over_components(jnp.square, keys, state, seen)
 
 
 @_squared_distance.defjvp
@@ -307,12 +330,11 @@ def _squared_distance_jvp(primals, tangents):
     keys_c, state_c = shifted(keys, center), shifted(state, center)
     lift = (1,) * (state.ndim - 1)
     if seen is not None:
-        mask = seen[..., 0, :]
         tangent = (
-            (mask * state_c * dstate).sum(-1, keepdims=True)
-            + contract(mask, keys_c * dkeys)
-            - contract(mask * dstate, keys_c)
-            - contract(mask * state_c, dkeys)
+            (seen * state_c * dstate).sum(-1, keepdims=True)
+            + contract(seen, keys_c * dkeys)
+            - contract(seen * dstate, keys_c)
+            - contract(seen * state_c, dkeys)
         )
     else:
         tangent = (
