@@ -10,8 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# A minute together; the studies that they show are tested by themselves.
-LONG = ("figure_3_retrieval_error", "figure_5_stage_one", "figures_4_and_6_learning")
 FIGURES = {
     "tour": 4,
     "your_own_data": 1,
@@ -47,14 +45,7 @@ def test_stored_without_outputs_and_definitions(path):
             assert place not in cell.source
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.slow) if path.stem in LONG else path
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_a_clean_kernel(path, tmp_path):
     notebook = read(path)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
