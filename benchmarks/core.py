@@ -5,7 +5,7 @@
 Each comparison times its members in turn, round after round, and reports the median
 time of each and the median of the ratios round by round, so that a machine whose speed
 drifts does not decide it. Writes `core.csv`, with the environment in its last columns,
-and a figure. Peers (`pip install 'uhop-jax[bench]'`) take part if they are there.
+and a figure. Peers (`pip install -e '.[bench]'`) take part if they are there.
 """
 
 import time

@@ -4,7 +4,7 @@
 
 The setting of ETTh1 at horizon 96: seven series, 168 steps in, batches of 16, absolute
 error, Adam, gradients clipped, dropout 0.1; every layer learns its alpha. PyTorch
-(`pip install 'uhop-jax[bench]'`) takes entmax by bisection from the package `entmax`,
+(`pip install -e '.[bench]'`) takes entmax by bisection from the package `entmax`,
 with the 50 steps of its default and with 20, which is all that float32 can show. Writes
 `stanhop.csv` and a figure.
 """

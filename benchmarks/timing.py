@@ -66,7 +66,7 @@ def compare(
             row["median_ms"] = median = 1e3 * float(np.median(seconds[name]))
             print(f"  {name:<34}{median:>10.2f} ms {ratio:>9.2f} x {baseline}")
         else:
-            print(f"  {name:<34}  not measured: pip install 'uhop-jax[bench]'")
+            print(f"  {name:<34}  not measured: pip install -e '.[bench]'")
         rows.append(row | {"baseline": baseline})
     return rows
 

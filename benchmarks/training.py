@@ -4,7 +4,7 @@
 
 ViH as in the paper's appendix (512 dimensions, batches of 128 CIFAR images, Adam), with
 a patch of 32 pixels (one memory) and of 8 (16 memories). Members are timed in turn,
-round after round; PyTorch (`pip install 'uhop-jax[bench]'`) takes part if it is
+round after round; PyTorch (`pip install -e '.[bench]'`) takes part if it is
 there, with as many threads as cores. Writes `training.csv` and a figure.
 """
 

@@ -15,6 +15,7 @@ Each trains the arms of `--config.arms` (names in `uhop_jax/training/arms.py`) f
 `--config.seeds`, on any data set: `--config.data.name=digits`, `mnist`, `cifar10`,
 `cifar100`, `tiny_imagenet`, or a folder with `train/CLASS/` and `test/CLASS/`. Several
 arms, sizes or patches make a study: one run in a directory each, one table, one figure.
+Series are forecast by `--config=configs/time_series.py:VARIANT`.
 """
 
 import ml_collections

@@ -10,7 +10,7 @@ writes into DIRECTORY what a download would have written:
   labels in `NAME_labels.npz` (arrays `train` and `test`). Coarse labels of CIFAR-100,
   which those files lack, are all 0.
 
-It needs `pip install 'uhop-jax[data]'`.
+It needs `pip install -e '.[data]'`.
 """
 
 import argparse

@@ -303,7 +303,8 @@ def test_learning_rate_is_halved_after_the_epochs_of_the_schedule(path):
 
 
 WRONG = [
-    ({"data.name": ""}, "data.name, horizon, window and arms must each name"),
+    ({"data.name": ""}, "data.name must name a data set or a csv file, .* got ''"),
+    ({"horizon": ()}, r"horizon must name at least one, got \(\)"),
     ({"data.name": "etth2"}, "etth2"),
     ({"window": (12, 80)}, "a window takes 84 rows"),
     ({"horizon": (0,)}, "horizon must be at least 1, got 0"),

@@ -55,13 +55,18 @@ def test_changes_reach_a_config():
 def test_commands_find_their_configs_from_anywhere(tmp_path, script):
     module, name = script.split(":")
     config = {"retrieve": "retrieval", "train": "vision"}[name]
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {module} import {name}; {name}()"]
-        + [f"--config=configs/{config}.py:other"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "unknown variant 'other'" in done.stderr
+
+    def call(flag):
+        return subprocess.run(
+            [sys.executable, "-c", f"from {module} import {name}; {name}()", flag],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+
+    wrong = call(f"--config=configs/{config}.py:other")
+    assert wrong.returncode == 2 and "unknown variant 'other'" in wrong.stderr
+    printed = call("--help").stdout
+    for variant in config_module(config).VARIANTS:
+        assert f"`{variant}`" in printed

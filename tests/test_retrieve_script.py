@@ -319,7 +319,7 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
         "--slott=3": "Unknown command line flag 'slott'",
         "--config.memorys=3": 'Did you mean "memories"',
         f"--config={ROOT}/configs/retrieval.py:other": "choose one of demo",
-        "--config=missing.py": "missing.py",
+        "--config=missing.py": "no such config file: missing.py; there are configs/",
         "--config.protocols=fair": "unknown config key: ",
         "--config.qqq=1": "unknown config key: 'qqq'",
         "--config.seed=many": "many",

@@ -5,6 +5,7 @@ Hopfield Models" (Wu et al., ICML 2024): separations, similarities and kernels,
 retrieval dynamics and energies, Stage I, calibration.
 """
 
+from uhop_jax._pytree import frozen_pytree
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.closed_form import fit_closed_form
 from uhop_jax.corruption import Mask, Noise, posterior_mean
@@ -98,6 +99,7 @@ __all__ = [
     "fit_closed_form",
     "fit_likelihood",
     "fit_sgd",
+    "frozen_pytree",
     "gaussian_start",
     "has_energy",
     "identity_start",

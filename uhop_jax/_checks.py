@@ -103,6 +103,13 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
         )
 
 
+def check_named(**lists: Any) -> None:
+    """Refuses an empty list of what is to be run."""
+    for name, items in lists.items():
+        if not len(items):
+            raise ValueError(f"{name} must name at least one, got {items}")
+
+
 def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:
     """Broadcasts `x` to `shape`, or says why it cannot be."""
     x = jnp.asarray(x)

@@ -112,7 +112,14 @@ def run_script(
     """
     values = flags.FLAGS
     shipped = configs()
+    # What `--help` prints: the variants, what they ask and cost.
+    sys.modules["__main__"].__doc__ = config_module(config).__doc__
     sys.argv = [_found(argument, shipped) for argument in sys.argv]
+    for argument in sys.argv:
+        match = re.fullmatch(r"--?config=(.+\.py)(:.*)?", argument)
+        if match and not Path(match[1]).exists():
+            names = ", ".join(f"configs/{name}.py" for name in shipped)
+            _refuse("", f"no such config file: {match[1]}; there are {names}")
     try:  # a misspelt key fails here, where the config's own flags are made
         config_flags.DEFINE_config_file(
             "config",

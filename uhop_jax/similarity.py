@@ -230,7 +230,7 @@ class NegativeSquaredL2(Similarity):
 class NegativeL2(Similarity):
     """Minus the Euclidean distance (Millidge et al. 2022).
 
-    Its update provably lowers no energy that we know.
+    No energy is known that its update never raises.
     """
 
     kernel: Kernel | None = None
@@ -245,7 +245,7 @@ class NegativeL2(Similarity):
 class NegativeL1(Similarity):
     """Minus the Manhattan distance (Millidge et al. 2022).
 
-    Its update provably lowers no energy that we know.
+    No energy is known that its update never raises.
     """
 
     kernel: Kernel | None = None

@@ -26,7 +26,7 @@ from uhop_jax.theory import effective_memories
 MAX_UPDATES = 100
 
 
-class Memory(NamedTuple):
+class CalibratedMemory(NamedTuple):
     """Stored patterns and the model calibrated for them.
 
     Attributes:
@@ -40,6 +40,23 @@ class Memory(NamedTuple):
     model: Calibration
     shape: tuple[int, ...]
     names: tuple[str, ...]
+
+    def save(self, path: str | Path) -> Path:
+        """Writes it to a file, see `uhop_jax.save`; returns the path."""
+        return save(path, tuple(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CalibratedMemory":
+        """Reads what `save` wrote.
+
+        Raises:
+          ValueError: if the file is missing, damaged or of something else.
+        """
+        found = load(path)
+        memory = cls(*found) if isinstance(found, tuple) and len(found) == 4 else None
+        if memory is None or not isinstance(memory.model, Calibration):
+            raise ValueError(f"{path} is no memory that the query variant saved")
+        return memory
 
 
 class Answers(NamedTuple):
@@ -70,7 +87,7 @@ class Answers(NamedTuple):
 
 
 def answer(
-    memory: Memory,
+    memory: CalibratedMemory,
     query: Float[Array, "Q d"],
     observed: Bool[Array, "Q d"] | None = None,
     *,
@@ -169,7 +186,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     """
     began = time.perf_counter()
     check_count("images", config.images, 0)
-    memory = _load(config.memory) if config.memory else None
+    memory = CalibratedMemory.load(config.memory) if config.memory else None
     stored: Any = memory or _patterns(config)
     queries = data.read_patterns(config.queries) if config.queries else None
     if queries is not None and tuple(queries.shape) != tuple(stored.shape):
@@ -197,8 +214,9 @@ def run(config: ConfigDict, workdir: Path) -> None:
     if memory is None:
         values = jnp.asarray(stored.values)
         model = calibrate(jax.random.key(config.seed), values, corruption)
-        memory = Memory(values, model, tuple(stored.shape), stored.names)
-        save(workdir / "memory.npz", tuple(memory))
+        shape, names = tuple(stored.shape), stored.names
+        memory = CalibratedMemory(values, model, shape, names)
+        memory.save(workdir / "memory.npz")
         written.append("memory.npz")
     print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
     if queries is not None:
@@ -240,16 +258,6 @@ def _patterns(config: ConfigDict) -> data.Patterns:
     if len(stored.values) < 2:
         raise ValueError(f"{config.data.name} holds one pattern; a memory needs two")
     return stored
-
-
-def _load(path: str) -> Memory:
-    found = load(path)
-    if not isinstance(found, tuple) or len(found) != 4:
-        raise ValueError(f"{path} is no memory that the query variant saved")
-    memory = Memory(*found)
-    if not isinstance(memory.model, Calibration):
-        raise ValueError(f"{path} is no memory that the query variant saved")
-    return memory
 
 
 def _observed(path: str, queries: data.Patterns | None) -> Array | None:
@@ -323,7 +331,7 @@ def _rows(names: Sequence[Any], queries: data.Patterns, found: Answers) -> list[
 
 def _picture(
     path: Path,
-    memory: Memory,
+    memory: CalibratedMemory,
     patterns: np.ndarray,
     queries: data.Patterns,
     found: Answers,

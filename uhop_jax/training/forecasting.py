@@ -15,7 +15,7 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from uhop_jax import data, paper, plotting, records
-from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax._checks import check_choice, check_count, check_named, check_positive
 from uhop_jax.data.dates import date_text
 from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import STanHop, TuneAndPlay, baselines
@@ -130,6 +130,12 @@ class Forecasting(Application):
     def cells(self) -> list[Cell]:
         """Each model, and after it the same with an external memory."""
         config, found = self.config, []
+        if not self._names():
+            raise ValueError(
+                "data.name must name a data set or a csv file, as in "
+                f"--config.data.name=FILE.csv, got {config.data.name!r}"
+            )
+        check_named(horizon=config.horizon, window=config.window, arms=config.arms)
         for place, seed, arm in itertools.product(
             self._places(), config.seeds, config.arms
         ):
@@ -138,10 +144,6 @@ class Forecasting(Application):
             if config.external_memory:
                 memory = {"memory": config.external_memory, "bank": config.bank}
                 found.append(cell._replace(**memory))
-        if not found:
-            raise ValueError(
-                "data.name, horizon, window and arms must each name at least one"
-            )
         return found
 
     def _places(self) -> list[tuple[str, int, int]]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
 from uhop_jax import data, plotting, records
-from uhop_jax._checks import check_choice, check_count
+from uhop_jax._checks import check_choice, check_count, check_named
 from uhop_jax.data import Images
 from uhop_jax.data.pictures import picture_files, read_pictures
 from uhop_jax.layers import LinearFeatures
@@ -96,15 +96,13 @@ class Vision(Application):
 
     def cells(self) -> list[Cell]:
         config = self.config
-        found = [
+        check_named(arms=config.arms, sizes=config.sizes, patches=config.patches)
+        return [
             Cell(arm, int(size), int(patch))
             for size, patch, arm in itertools.product(
                 config.sizes, config.patches, config.arms
             )
         ]
-        if not found:
-            raise ValueError("arms, sizes and patches must each name at least one")
-        return found
 
     def task(self, cell: Any) -> Task:
         return task_of(self.config, cell, self.images["train"], self.images["test"])
