@@ -6,7 +6,7 @@
 | variant | question | cost on 2 cores, MNIST |
 |---|---|---|
 | `demo` (default) | what does it do? 100 digits, half masked, no download | 1 minute |
-| `capacity` | error against memory size (figure of the main text) | 7 minutes |
+| `capacity` | error against memory size (figure of the main text) | 5 minutes |
 | `noise` | error against noise, for each pixel and by norm | 10 minutes |
 | `stage_one` | error, loss and `Delta_min` against Stage I steps N | 2 minutes |
 | `losses` | average against maximum loss and U-Hop+, over M and N | 10 minutes |

@@ -1,6 +1,6 @@
 """Puts a run of the reference protocol beside the numbers of the authors' own code.
 
-python scripts/compare_reference.py results/reference_mnist/results.csv
+python scripts/compare_reference.py docs/results/reference_mnist.csv
 
 `tests/official_numbers.csv` holds means and standard deviations over memory sets,
 measured with the code that the paper's authors released (MAGICS-LAB/UHop, cdac754), its

@@ -29,6 +29,10 @@ FIXED = (
     '--config.methods=\'("MHM","cosine","centred cosine","l2","squared l2","l1",'
     '"calibrated","limit")\''
 )
+DEPENDENT = (
+    "--config.memories='(100,)' "
+    '--config.corruption.kinds=\'("block","blur","shift")\''
+)
 LOSSES = (
     "--config.methods='(\"U-Hop\",\"U-Hop max\")' --config.memories='(10,50,100,200)' "
     "--config.stage_one.steps='(1,10,50,200)'"
@@ -57,6 +61,13 @@ STUDIES = {
         "--config.every_setting=True",
         "2 minutes",
     ),
+    "capacity_mnist_full": Study(f"{RETRIEVE}:capacity", "5 minutes"),
+    "capacity_cifar_full": Study(f"{RETRIEVE}:capacity {CIFAR}", "18 minutes"),
+    "reference_mnist": Study(
+        f"{RETRIEVE}:capacity {REFERENCE} --config.runs=10 "
+        "--config.stage_one.steps='(1,10,100,200,500,1000)'",
+        "3 minutes",
+    ),
     "reference_cifar": Study(
         f"{RETRIEVE}:capacity {REFERENCE} {CIFAR} --config.runs=4 "
         "--config.stage_one.steps='(1,10,100,500,1000)'",
@@ -74,6 +85,10 @@ STUDIES = {
     "grid_mnist": Study(f"{RETRIEVE}:grid {FIXED}", "12 minutes"),
     "grid_cifar": Study(
         f"{RETRIEVE}:grid {FIXED} {CIFAR} --config.memories='(500,)'", "30 minutes"
+    ),
+    "dependent_mnist": Study(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", "2 minutes"),
+    "dependent_cifar": Study(
+        f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", "5 minutes"
     ),
     "stage_one_digits_paper": Study(
         f"{RETRIEVE}:stage_one {SMALL} --config.protocol=paper --config.runs=10",

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import claims  # noqa: E402
+import compare_reference  # noqa: E402
 import reproduction  # noqa: E402
 import theorems  # noqa: E402
 from theorems import FAILS, HOLDS, PARTLY, UNTESTED  # noqa: E402
@@ -39,6 +40,57 @@ def rows_of(page):
 
 def test_the_page_is_what_the_files_say():
     assert reproduction.REPORT.read_text() == reproduction.report()
+
+
+README = (ROOT / "README.md").read_text()
+FIXED = ("MHM", "cosine", "centred cosine", "l2", "squared l2", "l1")
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("capacity, MNIST, 10 sets", "reference_mnist"),
+        ("capacity, CIFAR-10, 4 sets", "reference_cifar"),
+        ("noise, MNIST, 10 sets", "reference_noise_mnist"),
+        ("noise, CIFAR-10, 3 sets", "reference_noise_cifar"),
+    ],
+)
+def test_agreement_with_the_official_numbers_is_counted(title, name):
+    found = compare_reference.compare(reproduction.RESULTS / f"{name}.csv")
+    z = [abs(row[-1]) for row in found]
+    counts = len(z), sum(x <= 2 for x in z), sum(x <= 3 for x in z)
+    assert f"| {title} | {' | '.join(map(str, counts))} |" in README
+
+
+@pytest.mark.parametrize(
+    ("title", "kind", "level", "memories"),
+    [
+        ("mask 50 %", "mask", 0.5, 500),
+        ("mask 80 %", "mask", 0.8, 500),
+        ("mask 95 %", "mask", 0.95, 500),
+        ("noise 0.5, clamped", "noise", 0.5, 500),
+        ("noise 1, clamped", "noise", 1.0, 500),
+        ("noise 0.5, folded", "folded_noise", 0.5, 500),
+        ("noise 1, folded", "folded_noise", 1.0, 500),
+        ("a quarter under one square", "block", 0.25, 100),
+        ("blur, 2 pixels", "blur", 2.0, 100),
+        ("shift, 2 pixels", "shift", 2.0, 100),
+    ],
+)
+def test_tables_of_the_readme_are_of_the_files(title, kind, level, memories):
+    cells = [title]
+    study = "grid" if memories == 500 else "dependent"
+    for data in ("mnist", "cifar"):
+        where = {"corruption": kind, "level": level, "memories": memories}
+        rows = reproduction.read(f"{study}_{data}")
+        rows = [r for r in rows if all(r[k] == v for k, v in where.items())]
+        means = {name: claims.means(rows, method=name) for name in FIXED}
+        best = min(means, key=means.__getitem__)
+        cells.append(f"{best} {means[best]:.3g}")
+        cells.append(f"{claims.means(rows, method='calibrated'):.3g}")
+        if study == "grid":
+            cells.append(f"{claims.means(rows, method='limit'):.3g}")
+    assert f"| {' | '.join(cells)} |" in README
 
 
 def test_every_row_has_a_verdict_and_every_label_a_row():
