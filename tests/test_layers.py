@@ -19,6 +19,7 @@ from uhop_jax.layers import (
     HopfieldPooling,
     KernelParam,
     LinearFeatures,
+    dropped,
     separation_losses,
 )
 
@@ -62,6 +63,31 @@ def test_softmax_and_direct_values_equal_attention(bias):
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, (B, 1, L, S))
     mask = mask.at[..., 0].set(True)
     assert_close(ours(STATE, MEMORIES, mask=mask), theirs(STATE, MEMORIES, mask=mask))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("separation", ["softmax", "softmax1", "entmax", "polynomial"])
+def test_values_of_few_states_are_means_of_values(separation, dropout):
+    """Few states project what they read, many the memories: the results agree."""
+    ours = layer(separation=separation, dropout=dropout, kernel=True)
+    ours.value.bias[...] = patterns(1, D, seed=9)
+    mask = jnp.asarray(np.arange(S) < np.asarray([[S], [3], [0]]))
+    state, key = STATE[:, :1], jax.random.key(5)
+    weights = ours.associate(state, MEMORIES, mask=mask).weights
+    values = ours.value(ours.key(MEMORIES))
+    mean = jnp.einsum("bhls,bshv->blhv", dropped(weights, dropout, key), values)
+    found = ours(state, MEMORIES, mask=mask, key=key)
+    assert_close(found, ours.out(mean))
+    many = jnp.broadcast_to(state, (B, S, D))
+    together = ours(many, MEMORIES, mask=mask)
+    assert_close(ours(state, MEMORIES, mask=mask), together[:, :1])
+
+    def loss(model, state):
+        return jnp.sin(model(state, MEMORIES, mask=mask)[:, :1]).sum()
+
+    slopes = [jax.jit(nnx.grad(loss))(ours, x) for x in (state, many)]
+    for one, other in zip(*map(jax.tree.leaves, slopes), strict=True):
+        assert_close(one, other, scale=10)
 
 
 @pytest.mark.parametrize("separation", ["softmax", "sparsemax"])

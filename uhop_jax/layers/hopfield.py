@@ -1,6 +1,7 @@
 """The Hopfield layer: projections around a retrieval."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -365,13 +366,17 @@ class Hopfield(nnx.Module):
                 self._record(self.kernel, state, memories, mask, batch)
             state, mapped = self.kernel(state), self.kernel(memories)
 
+        late = False  # project what is read out, not the memories
         if self.static:
             query, keys, read = (x[..., None, :] for x in (state, mapped, read))
         else:
             query, keys = self.query(state), self.key(mapped)
             if self.values == "keys":
                 raw = keys if self.kernel is None else self.key(memories)
-                read = self.value(raw)
+                fewer = math.prod(batch) * state.shape[-2] < math.prod(raw.shape[:-2])
+                added = self.bias_value is not None or self.zero_memory
+                late = fewer and self.num_heads == 1 and not added
+                read = raw if late else self.value(raw)
             else:
                 read = self.value(read)
         if self.norm_query is not None:
@@ -386,10 +391,12 @@ class Hopfield(nnx.Module):
         # Heads are one axis before the last, (..., L, heads, size).
         arguments = query, keys, read, self._beta(), self._alpha(), where
         found = self._over_heads(details, *arguments)
-        output = found.output
+        output, kept = found.output, found.weights
         if key is not None and self.dropout:
-            kept = dropped(found.weights, self.dropout, key)
+            kept = dropped(kept, self.dropout, key)
             output = jnp.einsum("...hls,...shv->...lhv", kept, read)
+        if late:
+            output = self._projected(output, kept)
         if self.static:
             return moved(found._replace(output=output), jnp.squeeze)
         if self.out is None:
@@ -397,6 +404,18 @@ class Hopfield(nnx.Module):
         else:
             output = self.out(output)
         return found._replace(output=output)
+
+    def _projected(self, mean: Array, weights: Array) -> Array:
+        """Values of a mean of memories: the mean of their values.
+
+        But for the bias, where the weights do not sum to one.
+        """
+        output = self.value(mean)
+        if self.value.bias is None:
+            return output
+        excess = (weights.sum(-1) - 1).astype(output.dtype)
+        bias = self.value.bias[...].astype(output.dtype)
+        return output + jnp.einsum("...hl,hv->...lhv", excess, bias)
 
     def _record(self, kernel, state, memories, mask, batch) -> None:
         """Leaves to `separation_losses` what the kernel is to separate."""
