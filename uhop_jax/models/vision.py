@@ -70,8 +70,11 @@ class Patches(nnx.Module):
 
     def __call__(
         self, images: Float[Array, "*batch height width channels"]
-    ) -> tuple[Float[Array, "*batch 1 size"], Float[Array, "*batch patches size"]]:
-        """The class token and the tokens of the patches, positions added."""
+    ) -> tuple[Float[Array, "1 size"], Float[Array, "*batch patches size"]]:
+        """The class token, which is that of all images, and those of the patches.
+
+        Positions are added.
+        """
         if images.shape[-3:] != self.image_shape:
             raise ValueError(
                 f"images must have shape (..., {', '.join(map(str, self.image_shape))})"
@@ -84,7 +87,6 @@ class Patches(nnx.Module):
         tokens = self.embed(cut)
         positions = self.positions[...].astype(tokens.dtype)
         token = self.token[...].astype(tokens.dtype) + positions[:1]
-        token = jnp.broadcast_to(token, (*batch, *token.shape))
         return token, tokens + positions[1:]
 
 
@@ -188,7 +190,9 @@ class VisionHopfield(nnx.Module):
         key: Array | None = None,
     ) -> Float[Array, "*batch classes"]:
         """Logits; no dropout without a key."""
-        tokens = jnp.concatenate(self.patches(images), axis=-2)
+        token, patches = self.patches(images)
+        token = jnp.broadcast_to(token, (*patches.shape[:-2], *token.shape))
+        tokens = jnp.concatenate([token, patches], axis=-2)
         for number, block in enumerate(self.blocks):
             within = None if key is None else jax.random.fold_in(key, number)
             tokens = block(tokens, key=within)
