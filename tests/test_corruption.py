@@ -7,7 +7,17 @@ import pytest
 import scipy.stats
 from conftest import assert_close, every_dtype
 
-from uhop_jax import Cosine, Mask, NegativeSquaredL2, Noise, posterior_mean, retrieve
+from uhop_jax import (
+    Cosine,
+    Mask,
+    NegativeSquaredL2,
+    Noise,
+    calibrate,
+    fit_likelihood,
+    posterior_mean,
+    retrieve,
+    theory,
+)
 from uhop_jax.corruption import Corruption
 
 KEY = jax.random.key(0)
@@ -33,6 +43,9 @@ def images(*shape, seed=0, dtype=jnp.float64):
     """Uniform numbers with many exact zeros and ones."""
     numbers = np.random.default_rng(seed).uniform(-0.3, 1.3, size=shape)
     return jnp.asarray(numbers.clip(0, 1), dtype)
+
+
+IMAGES = images(3, 20)
 
 
 @every_dtype
@@ -186,6 +199,34 @@ def test_a_corruption_is_wrapped_once_and_keeps_the_dtype():
     query, observed = doubled(KEY, images(3, 4, dtype=jnp.float32))
     assert query.dtype == jnp.float32
     np.testing.assert_array_equal(observed, query > 0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key: Mask()(key, jnp.zeros((2, 3))),
+        lambda key: Noise()(key, jnp.zeros((2, 3))),
+        lambda key: fit_likelihood(key, jnp.eye(3), Mask()),
+        lambda key: calibrate(key, jnp.eye(3), Mask()),
+        lambda key: theory.stored(key, jnp.eye(3), beta=1.0),
+    ],
+)
+def test_only_one_random_key_is_a_key(untyped, draw):
+    for key, got in (
+        (0, "got 0"),
+        (None, "got None"),
+        (np.int64(3), r"got shape \(\) and dtype int64"),
+        (jnp.zeros(2), r"got shape \(2,\) and dtype float64"),
+        (jax.random.split(KEY, 3), r"got shape \(3,\) and dtype key"),
+    ):
+        message = rf"key must be a JAX random key such as jax.random.key\(0\), {got}"
+        with pytest.raises(ValueError, match=message):
+            draw(key)
+
+
+def test_a_key_of_unsigned_integers_is_the_same_key():
+    for key in (jax.random.PRNGKey(0), jax.random.key_data(KEY)):
+        np.testing.assert_array_equal(Mask()(key, IMAGES), Mask()(KEY, IMAGES))
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,18 @@ def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:
         ) from None
 
 
+def check_key(key: Any) -> None:
+    """Refuses anything but one random key, typed or of unsigned integers."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if (typed and shape == ()) or (dtype == jnp.uint32 and len(shape) == 1):
+        return
+    got = repr(key) if dtype is None else f"shape {shape} and dtype {dtype}"
+    raise ValueError(
+        f"key must be a JAX random key such as jax.random.key(0), got {got}"
+    )
+
+
 def check_memory_set(memories: Any, *, distinct: bool = True) -> None:
     """Refuses fewer than two memories, NaN, infinity and, if `distinct`, duplicates."""
     if memories.ndim < 2 or memories.shape[-2] < 2:

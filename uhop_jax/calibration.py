@@ -19,6 +19,7 @@ from uhop_jax._checks import (
     as_floating,
     check_count,
     check_finite,
+    check_key,
     check_positive,
     working_dtype,
 )
@@ -145,6 +146,7 @@ def calibrate(
     Raises:
       ValueError: if an argument is out of range, or `corrupt` changes the shape.
     """
+    check_key(key)
     check_count("queries", queries, 1)
     if accuracy is not None:
         check_positive("accuracy", accuracy)
@@ -227,6 +229,7 @@ def default_candidates(
     Returns:
       Similarities by name.
     """
+    check_key(key)
     models: dict[str, Similarity] = {
         "cosine": Cosine(),
         "dot": Dot(),

@@ -19,6 +19,7 @@ from uhop_jax._checks import (
     as_floating,
     check_at_least,
     check_choice,
+    check_key,
     is_traced,
     working_dtype,
 )
@@ -52,6 +53,7 @@ class Mask:
     def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
         """Corrupted patterns, with `known` also where they are intact."""
         self.check()
+        check_key(key)
         patterns = as_floating(patterns, "patterns")
         kept = ~jax.random.bernoulli(key, self.fraction, patterns.shape)
         masked = jnp.where(kept, patterns, jnp.zeros((), patterns.dtype))
@@ -104,6 +106,7 @@ class Noise:
     def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
         """Noisy patterns."""
         self.check()
+        check_key(key)
         patterns = as_floating(patterns, "patterns")
         noise = jax.random.normal(key, patterns.shape, patterns.dtype)
         if self.kind == "norm":

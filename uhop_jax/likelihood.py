@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
 from uhop_jax._checks import (
     as_floating,
     check_count,
+    check_key,
     check_memory_set,
     check_positive,
     working_dtype,
@@ -52,6 +53,7 @@ def fit_likelihood(
     Raises:
       ValueError: if an argument is out of range.
     """
+    check_key(key)
     check_count("copies", copies, 1)
     check_positive("smoothing", smoothing)
     if rank is not None:

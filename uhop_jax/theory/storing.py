@@ -16,6 +16,7 @@ from uhop_jax._checks import (
     as_floating,
     check_at_least,
     check_count,
+    check_key,
     check_positive,
     working_dtype,
 )
@@ -195,6 +196,7 @@ def _storage_test(
     key, memories, beta, separation, similarity, samples, max_steps, tolerance
 ):
     """The checked memories, and what tests those of a mask."""
+    check_key(key)
     memories = checked_memories(memories, similarity, features=True)
     check_linear(similarity.kernel)
     beta = as_scalar("beta", beta, memories.dtype)
