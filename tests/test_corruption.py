@@ -135,6 +135,53 @@ def test_noise_likelihood_is_that_of_clamped_gaussians(scale, low, high):
     assert_close(actual - actual[..., :1], expected - expected[..., :1])
 
 
+@pytest.mark.parametrize(
+    "corrupt", [Mask(0.4), Noise(0.4), Noise(0.4, low=None), Noise(0.0)], ids=repr
+)
+def test_what_is_not_observed_has_no_say_in_the_likelihood(corrupt):
+    memories = images(6, 8)
+    query = corrupt(KEY, memories)
+    observed = jax.random.bernoulli(jax.random.key(1), 0.6, query.shape)
+    hidden = jnp.where(observed, query, jnp.nan)
+    found = corrupt.log_likelihood(memories, hidden, observed=observed)
+    for row, q, seen in zip(found, query, observed, strict=True):
+        expected = corrupt.log_likelihood(memories[:, seen], q[seen])
+        assert np.isfinite(expected).any()
+        assert_close(row, expected)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_known_mask_likelihood_is_over_the_observed_components(fraction):
+    memories = jnp.round(images(20, 5))
+    query, observed = Mask(fraction, known=True)(KEY, memories)
+    found = jax.jit(Mask(fraction, known=True).log_likelihood)(
+        memories, query, observed=observed
+    )
+    fits = np.asarray((query[:, None] == memories[None]) | ~observed[:, None])
+    seen = np.asarray(observed).sum(-1, keepdims=True)
+    p = fits.all(-1) * fraction ** (5 - seen) * (1 - fraction) ** seen
+    with np.errstate(divide="ignore"):
+        assert_close(found, np.log(p))
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.8])
+def test_the_limit_of_a_known_mask_is_the_mean_of_what_fits(fraction):
+    memories = jnp.round(images(20, 6))
+    query, observed = Mask(fraction, known=True)(KEY, memories)
+    hidden = jnp.where(observed, query, jnp.nan)
+    fits = ((query[:, None] == memories[None]) | ~observed[:, None]).all(-1)
+    expected = np.stack([np.asarray(memories[row]).mean(0) for row in fits])
+    mask = Mask(fraction, known=True)
+    assert_close(posterior_mean(mask, memories, hidden, observed=observed), expected)
+
+
+def test_without_noise_a_query_is_its_memory():
+    memories = images(6, 4)
+    assert_close(posterior_mean(Noise(0.0), memories, memories[2]), memories[2])
+    inside = jax.jit(posterior_mean)
+    assert_close(inside(Noise(0.0), memories, memories), memories)
+
+
 def test_posterior_mean_is_bayes_on_a_tiny_example():
     memories = jnp.asarray([[1.0, 2.0, 0.0], [1.0, 3.0, 4.0]])
     query = jnp.asarray([[1.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
@@ -251,6 +298,43 @@ def test_a_key_of_unsigned_integers_is_the_same_key():
             "closed for kind 'pixel' alone, got kind 'norm'",
         ),
         (lambda x: posterior_mean(Mask(), x, x[:, :3]), "dimension 4, queries 3"),
+        (
+            lambda x: posterior_mean(halve, x, x),
+            "must have a likelihood in closed form, as Mask.* got <function halve",
+        ),
+        (
+            lambda x: posterior_mean(Mask(2.0), x, x),
+            r"fraction must be in \[0, 1\], got 2.0",
+        ),
+        (lambda x: posterior_mean(Noise(-1.0), x, x), "scale must be at least 0"),
+        (
+            lambda x: posterior_mean(Mask(), x, x.at[1, 2].set(jnp.nan)),
+            "query must be finite, got 1 NaN or infinite of 12",
+        ),
+        (
+            lambda x: posterior_mean(Mask(), x.at[1, 2].set(jnp.nan), x),
+            "memories must be finite, got 1",
+        ),
+        (
+            lambda x: posterior_mean(Mask(), x, x.at[1].add(1)),
+            r"no memory can have become 1 of the 3 queries under Mask\(fraction=0.5",
+        ),
+        (
+            lambda x: posterior_mean(Noise(0.0), x, x / 2),
+            "no memory can have become 3 of the 3 queries under Noise",
+        ),
+        (
+            lambda x: posterior_mean(Mask(known=True), x, x),
+            "observed must be given with the queries of a known mask",
+        ),
+        (
+            lambda x: posterior_mean(Mask(known=True), x, x, observed=x),
+            "observed must be boolean",
+        ),
+        (
+            lambda x: posterior_mean(Mask(), x, x, observed=x[:, :3] > 0),
+            r"observed has shape \(3, 3\), which does not broadcast to \(3, 4\)",
+        ),
     ],
 )
 def test_bad_corruptions_are_refused(untyped, call, message):

@@ -8,13 +8,25 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import run_script
 
-from uhop_jax import Centering, Dot, data, experiments, plotting, records, save
-from uhop_jax.experiments import sweep
-from uhop_jax.experiments.evaluation import Entry, best_entries
+from uhop_jax import (
+    Centering,
+    Dot,
+    Mask,
+    Noise,
+    data,
+    experiments,
+    plotting,
+    records,
+    save,
+)
+from uhop_jax.corruption import Corruption
+from uhop_jax.experiments import evaluation, sweep
+from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
 
@@ -83,6 +95,22 @@ def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsy
     assert float(pairs["MHM"]["difference"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in names) and "Stage I" in out
+
+
+def test_the_limit_knows_what_was_observed():
+    numbers = np.random.default_rng(0).permutation(64)[:20].reshape(2, 10, 1)
+    sets = (numbers >> np.arange(6) & 1).astype(np.float32)
+    mask, keys = Mask(0.5, known=True), jax.random.split(jax.random.key(0), 2)
+    queries = evaluation.corrupt_sets(keys, jnp.asarray(sets), Corruption.of(mask))
+    seen = np.asarray(queries.observed)[:, :, None]
+    fits = ((np.asarray(queries.query)[:, :, None] == sets[:, None]) | ~seen).all(-1)
+    limit = sweep._limit(mask, queries)
+    weights = evaluation.scores_of_weights(
+        jnp.asarray(fits / fits.sum(-1, keepdims=True)), queries.memories
+    )
+    np.testing.assert_allclose(limit.error, weights.error)
+    plain = Queries(queries.memories, queries.memories, None)
+    np.testing.assert_array_equal(sweep._limit(Noise(0.0), plain).top1, [[1], [1]])
 
 
 @pytest.mark.parametrize("protocol", ["paper", "reference"])

@@ -19,13 +19,14 @@ from uhop_jax._checks import (
     as_floating,
     check_at_least,
     check_choice,
+    check_finite,
     check_key,
     is_traced,
     working_dtype,
 )
 from uhop_jax._products import contract, weigh
 from uhop_jax._pytree import frozen_pytree
-from uhop_jax.similarity import NegativeSquaredL2, check_patterns
+from uhop_jax.similarity import NegativeSquaredL2, check_observed, check_patterns
 
 
 @frozen_pytree
@@ -60,23 +61,49 @@ class Mask:
         return (masked, kept) if self.known else masked
 
     def log_likelihood(
-        self, memories: Float[Array, "M d"], query: Float[Array, "*batch d"]
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "*batch d"],
+        *,
+        observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch M"]:
-        """`log p(query | memory)`, `-inf` where a kept component differs."""
-        memories, query = _floats(memories, query)
-        seen = query != 0
-        fraction = jnp.asarray(self.fraction, memories.dtype)
+        """`log p(query | memory)`, `-inf` where a kept component differs.
 
-        def fits(query: Array) -> Array:  # no kept component differs
-            return ((query[None] == 0) | (query[None] == memories)).all(-1)
+        Args:
+          memories: stored patterns, one per row.
+          query: corrupted patterns.
+          observed: true for the known components of the query; the others may hold
+            anything. With `known` it says which are intact, and must be given; without,
+            zeros among them may still be masked.
+
+        Raises:
+          ValueError: if the fraction is no probability, shapes do not fit, or `known`
+            queries come without `observed`.
+        """
+        self.check()
+        memories, query, observed = _aligned(memories, query, observed)
+        if self.known and observed is None:
+            raise ValueError(
+                "observed must be given with the queries of a known mask, got None"
+            )
+        fraction = jnp.asarray(self.fraction, memories.dtype)
+        counted = jnp.ones(query.shape, bool) if observed is None else observed
+        kept = counted if self.known else counted & (query != 0)
+
+        def fits(row: tuple[Array, Array]) -> Array:  # no kept component differs
+            query, kept = row
+            return (~kept[None] | (query[None] == memories)).all(-1)
 
         # One query at a time: ten times faster than a sum over all pairs at once.
-        rows = jax.lax.map(fits, query.reshape(-1, query.shape[-1]))
+        flat = (x.reshape(-1, x.shape[-1]) for x in (query, kept))
+        rows = jax.lax.map(fits, tuple(flat))
         possible = rows.reshape(*query.shape[:-1], memories.shape[0])
-        kept = seen.astype(memories.dtype)
-        stored = (memories != 0).astype(memories.dtype)
-        hidden = contract(1 - kept, stored)  # zero in the query, not in the memory
-        intact = kept.sum(-1, keepdims=True)
+        if self.known:
+            hidden = (~kept).astype(memories.dtype).sum(-1, keepdims=True)
+        else:  # zero in the query, not in the memory
+            zero = (counted & ~kept).astype(memories.dtype)
+            hidden = contract(zero, (memories != 0).astype(memories.dtype))
+        intact = kept.astype(memories.dtype).sum(-1, keepdims=True)
         log_p = _times_log(hidden, fraction) + _times_log(intact, 1 - fraction)
         return jnp.where(possible, log_p, -jnp.inf)
 
@@ -115,27 +142,47 @@ class Noise:
         return jnp.clip(noisy, self.low, self.high)
 
     def log_likelihood(
-        self, memories: Float[Array, "M d"], query: Float[Array, "*batch d"]
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "*batch d"],
+        *,
+        observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch M"]:
-        """`log p(query | memory)` up to a constant of the query, for `kind="pixel"`."""
+        """`log p(query | memory)` up to a constant of the query, for `kind="pixel"`.
+
+        Args:
+          memories: stored patterns, one per row.
+          query: corrupted patterns.
+          observed: true for the known components of the query; the likelihood is over
+            those alone, and the others may hold anything.
+
+        Raises:
+          ValueError: if the noise is of another kind or its numbers are out of range,
+            or shapes do not fit.
+        """
+        self.check()
         if self.kind != "pixel":
             raise ValueError(
                 "the likelihood is closed for kind 'pixel' alone, got kind "
                 f"{self.kind!r}"
             )
-        memories, query = _floats(memories, query)
+        memories, query, observed = _aligned(memories, query, observed)
         scale = jnp.asarray(self.scale, memories.dtype)
-        inside = jnp.ones(query.shape, bool)
+        exact = scale == 0
+        scale = jnp.where(exact, 1.0, scale)
+        inside = counted = jnp.ones(query.shape, bool) if observed is None else observed
         log_p = jnp.zeros((*query.shape[:-1], memories.shape[0]), memories.dtype)
         for bound, side in ((self.low, 1.0), (self.high, -1.0)):
             if bound is None:
                 continue
-            clamped: Bool[Array, "*batch d"] = query == bound
+            clamped: Bool[Array, "*batch d"] = counted & (query == bound)
             inside &= ~clamped
             beyond = jax.scipy.stats.norm.logcdf(side * (bound - memories) / scale)
             log_p += contract(clamped.astype(memories.dtype), beyond)
+        inside = jnp.where(exact, counted, inside)  # then a query is its memory
         squared = -NegativeSquaredL2()(memories, query, observed=inside)
-        return log_p - squared / (2 * scale**2)
+        same = jnp.where(squared == 0, 0.0, -jnp.inf).astype(log_p.dtype)
+        return jnp.where(exact, same, log_p - squared / (2 * scale**2))
 
 
 @frozen_pytree
@@ -190,6 +237,8 @@ def posterior_mean(
     corruption: Mask | Noise,
     memories: Float[Array, "M d"],
     query: Float[Array, "*batch d"],
+    *,
+    observed: Bool[Array, "*batch d"] | None = None,
 ) -> Float[Array, "*batch d"]:
     """The mean of the memories given the query: the limit of every method.
 
@@ -200,20 +249,49 @@ def posterior_mean(
       corruption: a corruption with a `log_likelihood`.
       memories: stored patterns, one per row.
       query: corrupted patterns.
+      observed: true for the known components of the query, as the corruption returned
+        it; a known mask needs it.
 
     Returns:
-      The estimate of each query's pattern.
+      The estimate of each query's pattern; NaN, where queries are traced, for one that
+      no memory can have become.
+
+    Raises:
+      ValueError: if the corruption has no likelihood in closed form or its numbers are
+        out of range, shapes do not fit, patterns are not finite, or no memory can have
+        become a query.
     """
-    memories, query = _floats(memories, query)
-    weights = jax.nn.softmax(corruption.log_likelihood(memories, query), axis=-1)
-    return weigh(weights, memories)
+    if not hasattr(corruption, "log_likelihood"):
+        raise ValueError(
+            "corruption must have a likelihood in closed form, as Mask(0.5) and "
+            f"Noise(0.3) have, got {corruption!r}"
+        )
+    memories, query, observed = _aligned(memories, query, observed)
+    check_finite("memories", memories)
+    check_finite("query", query, observed)
+    log_p = corruption.log_likelihood(memories, query, observed=observed)
+    if not is_traced(log_p):
+        impossible = np.isneginf(np.asarray(log_p).max(-1))
+        if impossible.any():
+            raise ValueError(
+                f"no memory can have become {impossible.sum()} of the "
+                f"{impossible.size} queries under {corruption!r}"
+            )
+    return weigh(jax.nn.softmax(log_p, axis=-1), memories)
 
 
-def _floats(memories: Array, query: Array) -> tuple[Array, Array]:
+def _aligned(
+    memories: Array, query: Array, observed: Any
+) -> tuple[Array, Array, Array | None]:
+    """Memories and queries in working dtypes, `observed` in the shape of the query."""
     memories = as_floating(memories, "memories")
     query = as_floating(query, "query")
     check_patterns(memories, query, NegativeSquaredL2())
-    return memories.astype(working_dtype(memories)), query.astype(working_dtype(query))
+    observed = check_observed(observed, query)
+    if observed is not None:
+        observed = jnp.broadcast_to(observed, query.shape)
+    memories = memories.astype(working_dtype(memories))
+    return memories, query.astype(working_dtype(query)), observed
 
 
 def _times_log(count: Array, p: Array) -> Array:

@@ -55,9 +55,14 @@ class FoldedNoise:
         return jnp.clip(jnp.abs(noisy), 0, 1)
 
     def log_likelihood(
-        self, memories: Float[Array, "M d"], query: Float[Array, "Q d"]
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "Q d"],
+        *,
+        observed: None = None,
     ) -> Float[Array, "Q M"]:
         """`log p(query | memory)` up to a constant of the query, for `kind="pixel"`."""
+        del observed  # this noise hides nothing
         scale = jnp.asarray(self.scale, memories.dtype)
         clamped = query >= 1
         cdf = jax.scipy.stats.norm.cdf

@@ -187,10 +187,12 @@ def weights(entry: Entry, beta: float, queries: Queries) -> Array:
 def posterior_weights(corruption: Any, queries: Queries) -> Array:
     """Probabilities `(sets, Q, M)` of the memories under the known corruption."""
 
-    def one(row: tuple[Array, Array]) -> Array:
-        return jax.nn.softmax(corruption.log_likelihood(*row))
+    def one(row: Queries) -> Array:
+        memories, query, observed = row
+        found = corruption.log_likelihood(memories, query, observed=observed)
+        return jax.nn.softmax(found)
 
-    return lax.map(one, (queries.memories, queries.query))
+    return lax.map(one, queries)
 
 
 def separations(
