@@ -82,13 +82,21 @@ def test_mask_hides_its_fraction_of_every_pattern(fraction):
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
 def test_noise_has_its_scale_and_is_clamped(scale):
-    patterns = images(300, 100)
+    patterns = images(300, 100).clip(0.2, 0.7)
     raw = np.asarray(Noise(scale, low=None, high=None)(KEY, patterns) - patterns)
     assert abs(raw.mean()) <= 5 * scale / raw.size**0.5
     assert abs(raw.std() - scale) <= 0.02 * scale
     for low, high in [(0.0, 1.0), (0.2, None), (None, 0.7)]:
         clamped = Noise(scale, low=low, high=high)(KEY, patterns)
         np.testing.assert_array_equal(clamped, np.clip(patterns + raw, low, high))
+
+
+@every_dtype
+def test_clamped_patterns_are_in_the_range_of_their_dtype(dtype):
+    noise = Noise(0.1, low=-0.3, high=0.1)  # neither is a binary fraction
+    query = noise(KEY, jnp.zeros((3, 4), dtype))
+    noise(KEY, jnp.clip(10 * query, noise.low, noise.high))
+    noise(KEY, jnp.zeros((0, 4), dtype))
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
@@ -293,6 +301,42 @@ def test_a_key_of_unsigned_integers_is_the_same_key():
             lambda x: Noise(kind="salt")(KEY, x),
             "unknown kind of noise 'salt'; choose one of pixel, norm",
         ),
+        (
+            lambda x: Noise()(KEY, 3 * x - 1),
+            r"patterns must be in the range \[0.0, 1.0\] to which Noise clamps, got "
+            r"values from -1 to 2: set low and high to their range, or to None",
+        ),
+        (
+            lambda x: Noise(low=None, high=0.5)(KEY, x),
+            r"in the range \[-inf, 0.5\] to which Noise clamps, got values from 0 to 1",
+        ),
+        (
+            lambda x: jax.jit(lambda key: Noise()(key, 2 * np.asarray(x)))(KEY),
+            "patterns must be in the range",
+        ),
+        (
+            lambda x: posterior_mean(Noise(), x - 1, x),
+            r"memories must be in the range \[0.0, 1.0\] to which Noise clamps",
+        ),
+        (lambda x: posterior_mean(Noise(), x, 2 * x), "query must be in the range"),
+        (
+            lambda x: calibrate(KEY, 2 * x, Noise(0.1)),
+            "memories must be in the range",
+        ),
+        (
+            lambda x: fit_likelihood(KEY, 2 * x, Corruption.of(Noise(0.1))),
+            "memories must be in the range",
+        ),
+        (
+            lambda x: Noise(low=1.0, high=0.0)(KEY, x),
+            "low must be below high, got low 1.0 and high 0.0",
+        ),
+        (lambda x: Noise(low=1.0)(KEY, x), "low must be below high"),
+        (
+            lambda x: Mask(jnp.asarray([0.1, 0.2]))(KEY, x),
+            r"fraction must be one number, got shape \(2,\)",
+        ),
+        (lambda x: Noise(np.ones(4))(KEY, x), "scale must be one number"),
         (
             lambda x: Noise(kind="norm").log_likelihood(x, x),
             "closed for kind 'pixel' alone, got kind 'norm'",

@@ -103,7 +103,7 @@ def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
 )
 def test_known_components_alone_are_compared(separation, similarity, tmp_path):
     if similarity == "likelihood":
-        stored, noise = jnp.asarray(MEMORIES), uhop_jax.Noise(0.3)
+        stored, noise = jnp.asarray(MEMORIES), uhop_jax.Noise(0.3, None, None)
         kernel = uhop_jax.fit_likelihood(jax.random.key(0), stored, noise)
         similarity = Dot(kernel)
     observed = jnp.asarray(normal(4, D, seed=3) > -0.3)

@@ -64,6 +64,12 @@ def check_finite(name: str, x: Any, valid: Any = None) -> None:
         )
 
 
+def check_scalar(name: str, value: Any) -> None:
+    """Refuses anything but one number."""
+    if np.shape(value):
+        raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
+
+
 def check_positive(name: str, value: Any) -> None:
     """Refuses a concrete value that is not finite and above zero everywhere."""
     if is_traced(value):

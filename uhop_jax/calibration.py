@@ -160,13 +160,13 @@ def calibrate(
     if not separations:
         raise ValueError("separations must name at least one, got none")
     memories = memories.astype(working_dtype(memories))
+    corruption = Corruption.of(corrupt, memories=memories)
     fit_key, sweep_key, fresh_key = jax.random.split(key, 3)
     if candidates is None:
-        candidates = default_candidates(fit_key, memories, corrupt)
+        candidates = default_candidates(fit_key, memories, corruption)
     if not candidates:
         raise ValueError("candidates must name at least one similarity, got none")
 
-    corruption = Corruption.of(corrupt)
     M = memories.shape[0]
     number = queries if M > queries else M * round(queries / M)
     copies = _copies(sweep_key, memories, corruption, number)

@@ -21,6 +21,7 @@ from uhop_jax._checks import (
     check_choice,
     check_finite,
     check_key,
+    check_scalar,
     is_traced,
     working_dtype,
 )
@@ -44,8 +45,10 @@ class Mask:
     fraction: ArrayLike = 0.5
     known: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def check(self) -> None:
-        """Refuses a fraction that is no probability."""
+    def check(self, **patterns: Array) -> None:
+        """Refuses a fraction that is no probability; patterns may be any."""
+        del patterns
+        check_scalar("fraction", self.fraction)
         if not is_traced(self.fraction):
             fraction = np.asarray(self.fraction)
             if not ((fraction >= 0) & (fraction <= 1)).all():
@@ -110,13 +113,16 @@ class Mask:
 
 @frozen_pytree
 class Noise:
-    r"""Adds Gaussian noise, then clamps to the range of the patterns.
+    """Adds Gaussian noise, then clamps to the range of the patterns: `[0, 1]`, images'.
+
+    Patterns outside the range are refused: clamping would change them without noise.
 
     Attributes:
       scale: standard deviation for each component (`kind="pixel"`), or the Euclidean
         norm of the whole noise vector (`kind="norm"`, the paper's appendix).
-      low: values below are raised to it; None leaves them.
-      high: values above are lowered to it; None leaves them.
+      low: least value of the patterns, to which lower ones are raised; None leaves all.
+      high: largest value of the patterns, to which higher ones are lowered; None leaves
+        all.
       kind: `pixel` or `norm`.
     """
 
@@ -125,16 +131,35 @@ class Noise:
     high: float | None = dataclasses.field(default=1.0, metadata={"static": True})
     kind: str = dataclasses.field(default="pixel", metadata={"static": True})
 
-    def check(self) -> None:
-        """Refuses a negative scale and an unknown kind."""
+    def check(self, **patterns: Array) -> None:
+        """Refuses numbers out of range, and patterns, by name, outside of the range."""
         check_choice("kind of noise", self.kind, ("pixel", "norm"))
+        check_scalar("scale", self.scale)
         check_at_least("scale", self.scale, 0)
+        low = -np.inf if self.low is None else self.low
+        high = np.inf if self.high is None else self.high
+        if not low < high:
+            raise ValueError(f"low must be below high, got low {low} and high {high}")
+        if low == -np.inf and high == np.inf:
+            return
+        for name, x in patterns.items():
+            if is_traced(x) or not x.size:
+                continue
+            with jax.ensure_compile_time_eval():  # a constant of what is being traced
+                least, most = x.min(), x.max()
+                outside = bool((least < low) | (most > high))  # in the dtype of x
+            if outside:
+                raise ValueError(
+                    f"{name} must be in the range [{low}, {high}] to which Noise "
+                    f"clamps, got values from {least:.3g} to {most:.3g}: set low and "
+                    "high to their range, or to None for noise that is not clamped"
+                )
 
     def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
         """Noisy patterns."""
-        self.check()
-        check_key(key)
         patterns = as_floating(patterns, "patterns")
+        self.check(patterns=patterns)
+        check_key(key)
         noise = jax.random.normal(key, patterns.shape, patterns.dtype)
         if self.kind == "norm":
             noise = noise / jnp.linalg.norm(noise, axis=-1, keepdims=True)
@@ -160,13 +185,15 @@ class Noise:
           ValueError: if the noise is of another kind or its numbers are out of range,
             or shapes do not fit.
         """
-        self.check()
         if self.kind != "pixel":
             raise ValueError(
                 "the likelihood is closed for kind 'pixel' alone, got kind "
                 f"{self.kind!r}"
             )
         memories, query, observed = _aligned(memories, query, observed)
+        if observed is not None:  # the others are of no account, and may be anything
+            query = jnp.where(observed, query, memories.min())
+        self.check(memories=memories, query=query)
         scale = jnp.asarray(self.scale, memories.dtype)
         exact = scale == 0
         scale = jnp.where(exact, 1.0, scale)
@@ -197,16 +224,21 @@ class Corruption:
     function: Any
 
     @classmethod
-    def of(cls, function: Callable[[PRNGKeyArray, Array], Any]) -> "Corruption":
-        """Wraps a function or a corruption of this module.
+    def of(
+        cls, function: Callable[[PRNGKeyArray, Array], Any], **patterns: Array
+    ) -> "Corruption":
+        """Wraps a function or a corruption of this module, for patterns given by name.
 
         Raises:
-          ValueError: if it cannot be called, or its numbers are out of range.
+          ValueError: if it cannot be called, its numbers are out of range, or it is not
+            for such patterns.
         """
-        if isinstance(function, cls):
+        wrapped = isinstance(function, cls)
+        inner = function.function if wrapped else function
+        if isinstance(inner, (Mask, Noise)):
+            inner.check(**patterns)
+        if wrapped:
             return function
-        if isinstance(function, (Mask, Noise)):
-            function.check()
         if not callable(function):
             raise ValueError(
                 "corrupt must be a function of a key and patterns, such as Mask(0.5), "

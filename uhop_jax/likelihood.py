@@ -61,7 +61,7 @@ def fit_likelihood(
     memories = as_floating(memories, "memories")
     check_memory_set(memories, distinct=False)
     memories = memories.astype(working_dtype(memories))
-    corruption = Corruption.of(corrupt)
+    corruption = Corruption.of(corrupt, memories=memories)
 
     def run(key: PRNGKeyArray, memories: Array) -> LikelihoodKernel:
         return _fit_likelihood(key, memories, corruption, smoothing, copies)

@@ -10,6 +10,7 @@ from uhop_jax._checks import (
     as_floating,
     check_finite,
     check_positive,
+    check_scalar,
     working_dtype,
 )
 from uhop_jax.kernels import Centering, Kernel, LinearKernel, LowRankKernel
@@ -96,8 +97,7 @@ def checked_memories(
 
 
 def as_scalar(name: str, value: ArrayLike, dtype: Any) -> Array:
-    if jnp.ndim(value):
-        raise ValueError(f"{name} must be one number, got shape {jnp.shape(value)}")
+    check_scalar(name, value)
     check_positive(name, value)
     return jnp.asarray(value).astype(dtype)
 
