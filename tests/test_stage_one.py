@@ -25,6 +25,7 @@ from uhop_jax import (
     fit_sgd,
     gaussian_start,
     identity_start,
+    posterior_mean,
     retrieve,
     separation_loss,
     smallest_separation,
@@ -593,6 +594,31 @@ def test_likelihood_retrieves_what_cosine_cannot():
     kernel = fit_likelihood(jax.random.key(2), memories, Mask(0.8))
     cosine = min(error(Cosine(), beta) for beta in (1.0, 3.0, 10.0, 30.0, 100.0))
     assert error(Dot(kernel), 1.0) < 0.5 * cosine
+
+
+@pytest.mark.parametrize("hidden", [0.0, np.nan])
+def test_likelihood_of_known_masks_is_the_posterior_given_what_is_observed(hidden):
+    def known_mask(key, x):
+        query, observed = Mask(0.5, known=True)(key, x)
+        return jnp.where(observed, query, hidden), observed
+
+    numbers = np.random.default_rng(0).permutation(64)[:20, None]
+    memories = jnp.asarray(numbers >> np.arange(6) & 1, jnp.float64)
+    query, observed = known_mask(jax.random.key(1), memories)
+    kernel = fit_likelihood(KEY, memories, known_mask, copies=1000)
+    state = retrieve(
+        memories, query, beta=1.0, similarity=Dot(kernel), observed=observed
+    ).state
+    exact = posterior_mean(Mask(0.5, known=True), memories, query, observed=observed)
+    np.testing.assert_allclose(state, exact, atol=0.01)
+
+
+def test_likelihood_of_nothing_observed_prefers_no_memory():
+    memories = draw(5, 4)
+    kernel = fit_likelihood(KEY, memories, Mask(1.0, known=True))
+    assert np.isfinite(kernel.query_edges).all()
+    overlaps = Dot(kernel)(memories, memories)
+    assert_close(overlaps, np.zeros((5, 5)))
 
 
 # U-Hop+.

@@ -36,8 +36,9 @@ def fit_likelihood(
 
     Counts, over corrupted copies of the memories, how often a stored value of one bin
     became a query value of another, and factors the table of log-probabilities; see
-    `LikelihoodKernel`. Values met often enough to be atoms (exact zeros, a clamp's
-    ends) have bins of their own.
+    `LikelihoodKernel`. Of a corruption that says what is observed, that alone
+    counts, as in retrieval with `observed`. Values met often enough to be atoms (exact
+    zeros, a clamp's ends) have bins of their own.
 
     Args:
       key: random key.
@@ -82,30 +83,40 @@ def _fit_likelihood(
     copies: int,
 ) -> LikelihoodKernel:
     keys = jax.random.split(key, copies)
-    queries = jax.vmap(lambda key: corruption(key, memories)[0])(keys)
-    memory_edges, query_edges = _edges(memories), _edges(queries)
+    queries, observed = jax.vmap(lambda key: corruption(key, memories))(keys)
+    memory_edges, query_edges = _edges(memories), _edges(queries, observed)
     stored = jnp.broadcast_to(bins(memories, memory_edges), queries.shape)
     pairs = stored * _BINS + bins(queries, query_edges)
-    counts = jnp.bincount(pairs.ravel(), length=_BINS * _BINS).reshape(_BINS, _BINS)
-    counts = counts.astype(memories.dtype) + smoothing
+    number = _BINS * _BINS
+    if observed is not None:  # the others are counted apart
+        pairs = jnp.where(observed, pairs, number)
+    counts = jnp.bincount(pairs.ravel(), length=number + 1)[:number]
+    counts = counts.reshape(_BINS, _BINS).astype(memories.dtype) + smoothing
     table = jnp.log(counts / counts.sum(1, keepdims=True))
     u, s, vt = jnp.linalg.svd(table - table.mean(0, keepdims=True))
     s = s[None, :]
     return LikelihoodKernel(u * s, vt.T, memory_edges, query_edges, memories.shape[-1])
 
 
-def _edges(values: Array) -> Array:
+def _edges(values: Array, observed: Array | None = None) -> Array:
     """Edges of `_BINS` bins: an even grid over the range, and a bin for each atom.
 
     A value as frequent as `1 / _LEVELS` is a quantile, and has edges at itself and at
-    the next number; so have both ends of the range, where clamping puts atoms.
+    the next number; so have both ends of the range, where clamping puts atoms. Values
+    that are not observed do not count; if none is, any edges will do.
     """
-    values = values.ravel()
-    values = jnp.sort(values[:: max(1, values.size // 200_000)])
-    last = values.size - 1
+    stride = max(1, values.size // 200_000)
+    values = values.ravel()[::stride]
+    last = jnp.asarray(values.size - 1)
+    if observed is not None:
+        observed = observed.ravel()[::stride]
+        values = jnp.where(observed, values, jnp.where(observed.any(), jnp.inf, 0.0))
+        last = jnp.maximum(observed.sum() - 1, 0)
+    values = jnp.sort(values)
 
     def quantile(q: Array | list[float]) -> Array:
-        return values[jnp.round(jnp.asarray(q) * last).astype(jnp.int32)]
+        q = jnp.asarray(q)
+        return values[jnp.round(q * last.astype(q.dtype)).astype(jnp.int32)]
 
     quantiles = quantile(jnp.linspace(0, 1, _LEVELS))
     low, high = quantile([1e-3, 1 - 1e-3])
