@@ -7,8 +7,10 @@ import pytest
 from conftest import assert_close
 
 from uhop_jax import (
+    Centering,
     Cosine,
     Dot,
+    Entmax,
     LikelihoodKernel,
     Mask,
     NegativeL1,
@@ -330,13 +332,37 @@ def test_unobserved_components_may_hold_nan():
             r"keep the shape .*\d+, 64\), it ret.* 3",
         ),
         ({"corrupt": lambda key, x: x * jnp.nan}, "corrupted patterns must be finite"),
+        (
+            {"corrupt": lambda key, x: np.where(x > 0.5, x, 0)},
+            "corrupt is compiled and must be a function of JAX arrays: use jax.numpy",
+        ),
+        (
+            {"corrupt": lambda key, x: x if x.sum() > 0 else 0 * x},
+            "corrupt is compiled",
+        ),
+        ({"corrupt": lambda key, x: (x, x)}, "observed must be boolean.* dtype float"),
+        (
+            {"corrupt": lambda key, x: (x, x[:, :3] > 0)},
+            r"observed has shape \(996, 3\), which does not broadcast to \(996, 64\)",
+        ),
+        ({"corrupt": lambda key, x: (x, x, x)}, "a pair .*, it returned 3 values"),
         ({"corrupt": Mask(50.0)}, r"fraction must be in \[0, 1\], got 50.0"),
         ({"corrupt": Noise(-1.0)}, "scale must be at least 0, got -1"),
         ({"accuracy": 0.0}, "accuracy must be positive"),
         ({"queries": 0}, "queries must be at least 1, got 0"),
         ({"queries": 1.5}, "queries must be an integer, got 1.5"),
         ({"separations": ()}, "separations must name at least one"),
+        ({"separations": ("softmax",)}, r"separations such as .*got \('softmax',\)"),
+        ({"separations": Softmax()}, r"sequence of separations .*got Softmax\(\)"),
+        ({"separations": (Entmax(0.5),)}, "alpha must be at least 1, got 0.5"),
         ({"candidates": {}}, "candidates must name at least one"),
+        ({"candidates": {"dot": "dot"}}, "similarity must be one of Dot, .*got 'dot'"),
+        ({"candidates": [Dot()]}, r"mapping of names to similarities, got \[Dot"),
+        (
+            {"candidates": {"dot": Dot(Centering(jnp.zeros(3)))}},
+            "kernel maps dimension 3, memories have dimension 64",
+        ),
+        ({"memories": 0.1 * jnp.ones((3, 4))}, "memories must differ: all are equal"),
     ],
 )
 def test_bad_calibrations_are_refused(untyped, options, message):
@@ -344,6 +370,35 @@ def test_bad_calibrations_are_refused(untyped, options, message):
     arguments |= {"candidates": {"cosine": Cosine()}} | options
     with pytest.raises(ValueError, match=message):
         calibrate(KEY, **arguments)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda f: jax.jit(f)(MEMORIES[:4]),
+        lambda f: jax.vmap(f)(MEMORIES[None, :4]),
+        lambda f: jax.jit(lambda _: f(MEMORIES[:4]))(0),
+    ],
+)
+def test_calibration_cannot_be_traced(trace):
+    with pytest.raises(ValueError, match="calibrate runs on the host and cannot be tr"):
+        trace(lambda x: calibrate(KEY, x, Mask(0.5)).beta)
+
+
+def test_what_is_observed_in_all_queries_broadcasts():
+    def left_half(key, patterns):
+        del key
+        return patterns, jnp.arange(64) < 32
+
+    options = {"candidates": {"cosine": Cosine()}, "separations": [Softmax()]}
+    model = calibrate(KEY, MEMORIES[:12], left_half, **options)
+    same = calibrate(
+        KEY,
+        MEMORIES[:12],
+        lambda key, x: (x, jnp.broadcast_to(left_half(key, x)[1], x.shape)),
+        **options,
+    )
+    np.testing.assert_array_equal(model.trials, same.trials)
 
 
 def test_ridges_and_corruptions_are_checked_before_the_sweep():

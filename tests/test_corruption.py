@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import jax
@@ -311,7 +312,7 @@ def test_a_key_of_unsigned_integers_is_the_same_key():
             r"in the range \[-inf, 0.5\] to which Noise clamps, got values from 0 to 1",
         ),
         (
-            lambda x: jax.jit(lambda key: Noise()(key, 2 * np.asarray(x)))(KEY),
+            lambda x: jax.jit(functools.partial(Noise(), patterns=2 * x))(KEY),
             "patterns must be in the range",
         ),
         (

@@ -699,6 +699,10 @@ def test_bad_input_is_refused_by_name_and_value(untyped):
         (lambda: theory.stored(key, x, beta=1.0, tolerance=0.0), "tolerance .* 0.0"),
         (lambda: theory.capacity(key, x, sizes=[], beta=1.0), "got none"),
         (lambda: theory.capacity(key, x, sizes=[1], beta=1.0), "least 2, got 1"),
+        (
+            lambda: jax.jit(lambda b: theory.capacity(key, x, sizes=[2], beta=b))(1.0),
+            "capacity runs on the host and cannot be traced",
+        ),
         (lambda: theory.capacity(key, x, sizes=[6], beta=1.0), "most 5, got 6"),
         (lambda: theory.spherical_code_bounds(1, 3), "size .* got 1"),
         (lambda: theory.spherical_code_bounds(4, 1), "dimension .* got 1"),

@@ -18,6 +18,16 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def check_on_host(function: str, *arguments: Any) -> None:
+    """Refuses to trace a function that needs the values of its arguments."""
+    traced = any(map(is_traced, jax.tree.leaves(arguments)))
+    if traced or is_traced(jnp.zeros(())):  # an array made while tracing is traced
+        raise ValueError(
+            f"{function} runs on the host and cannot be traced: call it outside of "
+            "jax.jit, jax.vmap and jax.grad"
+        )
+
+
 def as_floating(x: Any, name: str) -> Array:
     """Converts to a floating JAX array; integers and booleans become the default float.
 

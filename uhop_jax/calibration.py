@@ -20,6 +20,7 @@ from uhop_jax._checks import (
     check_count,
     check_finite,
     check_key,
+    check_on_host,
     check_positive,
     working_dtype,
 )
@@ -38,6 +39,7 @@ from uhop_jax.similarity import (
     NegativeL2,
     NegativeSquaredL2,
     Similarity,
+    check_patterns,
 )
 
 SEPARATION_CHOICES: tuple[Separation, ...] = (Softmax(), Entmax(1.5), Sparsemax())
@@ -124,6 +126,8 @@ def calibrate(
 ) -> Calibration:
     """Chooses similarity, kernel, separation and beta by the error on corrupted copies.
 
+    It runs on the host, and cannot be traced; `corrupt` is.
+
     Args:
       key: random key.
       memories: stored patterns, one per row.
@@ -144,8 +148,10 @@ def calibrate(
       `Calibration`.
 
     Raises:
-      ValueError: if an argument is out of range, or `corrupt` changes the shape.
+      ValueError: if an argument is out of range, all memories are equal, `corrupt`
+        changes the shape or is no function of JAX arrays, or `calibrate` is traced.
     """
+    check_on_host("calibrate", key, memories, corrupt, separations, candidates)
     check_key(key)
     check_count("queries", queries, 1)
     if accuracy is not None:
@@ -157,15 +163,31 @@ def calibrate(
             f"{memories.shape}"
         )
     check_finite("memories", memories)
+    if (memories == memories[:1]).all():
+        raise ValueError("memories must differ: all are equal, and any model will do")
+    listed = isinstance(separations, Sequence)
+    if not (listed and all(isinstance(s, Separation) for s in separations)):
+        raise ValueError(
+            "separations must be a sequence of separations such as (Softmax(),), got "
+            f"{separations!r}"
+        )
     if not separations:
         raise ValueError("separations must name at least one, got none")
+    for separation in separations:
+        separation.check()
     memories = memories.astype(working_dtype(memories))
     corruption = Corruption.of(corrupt, memories=memories)
     fit_key, sweep_key, fresh_key = jax.random.split(key, 3)
     if candidates is None:
         candidates = default_candidates(fit_key, memories, corruption)
+    if not isinstance(candidates, Mapping):
+        raise ValueError(
+            f"candidates must be a mapping of names to similarities, got {candidates!r}"
+        )
     if not candidates:
         raise ValueError("candidates must name at least one similarity, got none")
+    for similarity in candidates.values():
+        check_patterns(memories, memories, similarity)
 
     M = memories.shape[0]
     number = queries if M > queries else M * round(queries / M)

@@ -29,6 +29,13 @@ from uhop_jax._products import contract, weigh
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.similarity import NegativeSquaredL2, check_observed, check_patterns
 
+_ON_HOST = (  # raised where a traced value is needed
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 
 @frozen_pytree
 class Mask:
@@ -233,12 +240,11 @@ class Corruption:
           ValueError: if it cannot be called, its numbers are out of range, or it is not
             for such patterns.
         """
-        wrapped = isinstance(function, cls)
-        inner = function.function if wrapped else function
-        if isinstance(inner, (Mask, Noise)):
-            inner.check(**patterns)
-        if wrapped:
+        if isinstance(function, cls):
+            cls.of(function.function, **patterns)
             return function
+        if isinstance(function, (Mask, Noise)):
+            function.check(**patterns)
         if not callable(function):
             raise ValueError(
                 "corrupt must be a function of a key and patterns, such as Mask(0.5), "
@@ -253,15 +259,32 @@ class Corruption:
         """Corrupted patterns in their own dtype, and where they are intact if known.
 
         Raises:
-          ValueError: if the corruption changes the shape.
+          ValueError: if the corruption changes the shape, what it says is intact is not
+            boolean or of another shape, or it is traced and no function of JAX arrays.
         """
-        result = self.function(key, patterns)
-        query, observed = result if isinstance(result, tuple) else (result, None)
-        if jnp.shape(query) != patterns.shape:
+        try:
+            result = self.function(key, patterns)
+        except _ON_HOST as error:
+            raise ValueError(
+                "corrupt is compiled and must be a function of JAX arrays: use "
+                "jax.numpy and jax.random in place of NumPy, and jnp.where in place of "
+                "`if` and of assignment"
+            ) from error
+        pair = result if isinstance(result, tuple) else (result, None)
+        if len(pair) != 2:
+            raise ValueError(
+                "corrupt must return patterns, or a pair of them and observed, it "
+                f"returned {len(pair)} values"
+            )
+        query, observed = pair
+        if np.shape(query) != patterns.shape:
             raise ValueError(
                 f"corrupt must keep the shape {patterns.shape}, it returned "
-                f"{jnp.shape(query)}"
+                f"{np.shape(query)}"
             )
+        observed = check_observed(observed, patterns)
+        if observed is not None:
+            observed = jnp.broadcast_to(observed, patterns.shape)
         return jnp.asarray(query).astype(patterns.dtype), observed
 
 

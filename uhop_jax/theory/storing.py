@@ -17,6 +17,7 @@ from uhop_jax._checks import (
     check_at_least,
     check_count,
     check_key,
+    check_on_host,
     check_positive,
     working_dtype,
 )
@@ -125,7 +126,8 @@ def capacity(
 ) -> Capacity:
     """How many of the patterns can be stored at once, by sampling.
 
-    Memory sets are the first `size` patterns; one compiled program serves all sizes.
+    Memory sets are the first `size` patterns; one compiled program serves all sizes. It
+    runs on the host, and cannot be traced.
 
     Args:
       key: random key, the same points for every size.
@@ -142,8 +144,9 @@ def capacity(
       `Capacity`.
 
     Raises:
-      ValueError: if an argument is out of range, or shapes do not fit.
+      ValueError: if an argument is out of range, shapes do not fit, or it is traced.
     """
+    check_on_host("capacity", key, patterns, beta, separation, similarity, tolerance)
     patterns, run = _storage_test(
         key, patterns, beta, separation, similarity, samples, max_steps, tolerance
     )
