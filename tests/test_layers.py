@@ -301,6 +301,42 @@ def test_an_empty_bag_leaves_the_others_alone(separation, steps):
     assert_close(found[1], jnp.broadcast_to(model.out.bias[...], (L, D)))
 
 
+@pytest.mark.parametrize("name", ["mask", "association_mask"])
+@pytest.mark.parametrize("memories", ["batch", "shared"])
+@pytest.mark.parametrize("values", ["keys", "direct"])
+def test_what_no_state_may_see_never_shows(name, memories, values):
+    model = layer(num_heads=H, values=values, dropout=0.5)
+    seen = jnp.arange(S) != 2
+    masks = {name: seen if name == "mask" else jnp.broadcast_to(seen, (L, S))}
+    stored = MEMORIES if memories == "batch" else MEMORIES[0]
+    graphdef, state = nnx.split(model)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def slopes(state, stored, dropout):
+        key = jax.random.key(0) if dropout else None
+        model = nnx.merge(graphdef, state)
+        found = model(STATE, stored, key=key, **masks)
+        return (found**2).sum(), found
+
+    for dropout in (False, True):
+        ours = slopes(state, stored.at[..., 2, :].set(jnp.nan), dropout)
+        wanted = slopes(state, stored.at[..., 2, :].set(0), dropout)
+        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_dropout_keeps_nan_from_states_that_may_not_see_it():
+    model = layer(values="direct", dropout=0.5)
+    memories = STATE.at[:, -1].set(jnp.nan)
+    causal = jnp.tril(jnp.ones((L, L), bool))
+    key = jax.random.key(0)
+    run = jax.jit(lambda y: model(STATE, y, association_mask=causal, key=key))
+    found, wanted = run(memories), run(STATE)
+    assert_close(found[:, :-1], wanted[:, :-1])
+    assert bool(jnp.isnan(found[:, -1]).all())
+
+
 def test_exactly_one_memory_allowed():
     model = layer(static=True)
     mask = jnp.zeros((B, S), bool).at[jnp.arange(B), jnp.asarray([0, 3, 6])].set(True)
@@ -509,6 +545,12 @@ def test_separation_losses_leave_masked_memories_out():
     wanted = separation_losses(model, STATE, MEMORIES[:, :4])
     assert_close(found.loss, wanted.loss)
     assert_close(found.gap, wanted.gap)
+    pairs = jnp.broadcast_to(mask, (L, S))
+    hidden = separation_losses(model, STATE, MEMORIES, association_mask=pairs)
+    assert_close(hidden.loss, wanted.loss)
+    bags = jnp.broadcast_to(mask, (B, S))
+    shared = separation_losses(model, STATE, MEMORIES[0], mask=bags)
+    assert_close(shared.loss, separation_losses(model, STATE, MEMORIES[0, :4]).loss)
     with pytest.raises(ValueError, match="no Hopfield layer with a kernel"):
         separation_losses(layer(), STATE)
 

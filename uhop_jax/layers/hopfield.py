@@ -16,7 +16,7 @@ from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax.layers.association import HEAD_AXES, Association, moved
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import LinearFeatures, SeparatedMemories, as_kernel
-from uhop_jax.layers.masks import checked_mask, combined
+from uhop_jax.layers.masks import combined, extended
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
 from uhop_jax.separation import (
     Entmax,
@@ -285,7 +285,8 @@ class Hopfield(nnx.Module):
           mask: `(S,)` or `(*batch, S)`, true for valid memories. A state without any
             valid memory retrieves zero, before the output projection.
           association_mask: `(L, S)`, `(*batch, L, S)` or `(*batch, heads, L, S)` with 1
-            or all heads: true where a state may see a memory.
+            or all heads: true where a state may see a memory. What no state may see,
+            by either mask, reaches neither a result nor a gradient, NaN included.
           key: for dropout; None switches it off.
 
         Raises:
@@ -346,13 +347,14 @@ class Hopfield(nnx.Module):
                     f"got {values.shape}"
                 )
 
-        if mask is not None:  # padding may hold anything, NaN too
-            mask = checked_mask(mask, batch, memories.shape[-2])
-            empty = jnp.zeros((), memories.dtype)
-            seen = mask.any(tuple(range(mask.ndim - 1))) if shared else mask
-            memories = jnp.where(seen[..., None], memories, empty)
+        shape = (*batch, self.num_heads, state.shape[-2], memories.shape[-2])
+        where, seen = combined(mask, association_mask, shape), None
+        if where is not None:  # what no state may see may hold anything, NaN too
+            seen = where.any((-3, -2))
+            by_any = seen.any(tuple(range(len(batch)))) if shared else seen
+            memories = _zero_unless(by_any, memories)
             if values is not None:
-                values = jnp.where(seen[..., None], values, jnp.zeros((), values.dtype))
+                values = _zero_unless(by_any, values)
         if self.norm_state is not None:
             state = self.norm_state(state)
         if self.norm_memory is not None:
@@ -363,7 +365,7 @@ class Hopfield(nnx.Module):
         mapped = memories
         if self.kernel is not None:
             if hasattr(self, "__captures__"):  # within `nnx.capture` alone
-                self._record(self.kernel, state, memories, mask, batch)
+                self._record(self.kernel, state, memories, seen, batch)
             state, mapped = self.kernel(state), self.kernel(memories)
 
         late = False  # project what is read out, not the memories
@@ -385,8 +387,8 @@ class Hopfield(nnx.Module):
         stored = keys.shape[-3]
         keys = self._extended(keys, self.bias_key)
         read = self._extended(read, self.bias_value)
-        shape = (*batch, self.num_heads, state.shape[-2], keys.shape[-3])
-        where = combined(mask, association_mask, shape, learned=shape[-1] - stored)
+        if where is not None:
+            where = extended(where, keys.shape[-3] - stored)
 
         # Heads are one axis before the last, (..., L, heads, size).
         arguments = query, keys, read, self._beta(), self._alpha(), where
@@ -394,6 +396,8 @@ class Hopfield(nnx.Module):
         output, kept = found.output, found.weights
         if key is not None and self.dropout:
             kept = dropped(kept, self.dropout, key)
+            if where is not None:  # a weight of zero times NaN is not zero
+                read = _zero_unless(jnp.isfinite(read).all(-1), read)
             output = jnp.einsum("...hls,...shv->...lhv", kept, read)
         if late:
             output = self._projected(output, kept)
@@ -417,16 +421,17 @@ class Hopfield(nnx.Module):
         bias = self.value.bias[...].astype(output.dtype)
         return output + jnp.einsum("...hl,hv->...lhv", excess, bias)
 
-    def _record(self, kernel, state, memories, mask, batch) -> None:
+    def _record(self, kernel, state, memories, where, batch) -> None:
         """Leaves to `separation_losses` what the kernel is to separate."""
-        patterns, where = memories, mask
+        patterns = memories
         if self.separate_states:
             state = jnp.broadcast_to(state, (*batch, *state.shape[-2:]))
             memories = jnp.broadcast_to(memories, (*batch, *memories.shape[-2:]))
             patterns = jnp.concatenate([state, memories], axis=-2)
-            if mask is not None:
-                mask = jnp.broadcast_to(mask, memories.shape[:-1])
-                where = jnp.concatenate([jnp.ones(state.shape[:-1], bool), mask], -1)
+            if where is not None:
+                where = jnp.concatenate([jnp.ones(state.shape[:-1], bool), where], -1)
+        elif where is not None and memories.ndim == 2:
+            where = where.any(tuple(range(len(batch))))
         alone = kernel(lax.stop_gradient(patterns))
         self.sow(SeparatedMemories, "kernel", (alone, kernel(patterns), where))
 
@@ -500,6 +505,11 @@ class Hopfield(nnx.Module):
             more.append(jnp.zeros(x.shape[-2:], x.dtype))
         more = [jnp.broadcast_to(m, (*x.shape[:-3], 1, *x.shape[-2:])) for m in more]
         return jnp.concatenate([x, *more], axis=-3) if more else x
+
+
+def _zero_unless(valid: Array, x: Array) -> Array:
+    """`x (..., size)` with the rows that are not `valid (...)` zero."""
+    return jnp.where(valid[..., None], x, jnp.zeros((), x.dtype))
 
 
 def _head_axis(x: Array | None) -> int | None:

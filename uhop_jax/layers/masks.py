@@ -7,28 +7,26 @@ from jaxtyping import Array, Bool
 
 
 def combined(
-    mask: Any, association_mask: Any, shape: tuple[int, ...], *, learned: int
+    mask: Any, association_mask: Any, shape: tuple[int, ...]
 ) -> Bool[Array, "..."] | None:
     """Both masks of a layer as one.
 
     Args:
-      mask: of `checked_mask`, or None.
+      mask: `(S,)` or `(*batch, S)`, true for valid memories; or None.
       association_mask: `(L, S)`, `(*batch, L, S)` or `(*batch, 1 or heads, L, S)`, true
         where a state may see a memory; or None.
-      shape: `(*batch, heads, L, S + learned)` of the weights.
-      learned: memories of the layer itself behind the others, which all states see.
+      shape: `(*batch, heads, L, S)` of the weights.
 
     Returns:
-      `(*batch, 1 or heads, L, S + learned)`; None if there is no mask.
+      `(*batch, 1 or heads, L, S)`; None if there is no mask.
 
     Raises:
       ValueError: if a mask has another shape, or is not boolean.
     """
     *batch, heads, L, S = shape
-    S -= learned
     where = None
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (*batch, S))
+        mask = jnp.broadcast_to(_checked_mask(mask, tuple(batch), S), (*batch, S))
         where = jnp.broadcast_to(mask[..., None, None, :], (*batch, 1, L, S))
     if association_mask is not None:
         seen = _boolean("association_mask", association_mask)
@@ -41,18 +39,18 @@ def combined(
         if seen.ndim < len(shape):
             seen = jnp.broadcast_to(seen, (*batch, L, S))[..., None, :, :]
         where = seen if where is None else where & seen
-    if where is not None and learned:
-        valid = jnp.ones((*where.shape[:-1], learned), bool)
-        where = jnp.concatenate([where, valid], axis=-1)
     return where
 
 
-def checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Bool[Array, "*batch S"]:
-    """The mask of valid memories, `(S,)` or `(*batch, S)`.
+def extended(
+    where: Bool[Array, "... S"], learned: int
+) -> Bool[Array, "... S_plus_learned"]:
+    """With memories of the layer itself behind the others, which all states see."""
+    valid = jnp.ones((*where.shape[:-1], learned), bool)
+    return jnp.concatenate([where, valid], axis=-1)
 
-    Raises:
-      ValueError: if it has another shape, or is not boolean.
-    """
+
+def _checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:
     mask = _boolean("mask", mask)
     if mask.shape not in ((S,), (*batch, S)):
         raise ValueError(
