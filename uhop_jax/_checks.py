@@ -110,6 +110,19 @@ def check_count(name: str, value: Any, least: int, most: int | None = None) -> N
         raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
+def check_sizes(**sizes: Any) -> None:
+    """Refuses anything but positive integers; None is a size not given."""
+    for name, size in sizes.items():
+        if size is not None:
+            check_count(name, size, 1)
+
+
+def check_rate(name: str, value: Any) -> None:
+    """Refuses anything but a number in `[0, 1)`."""
+    if not isinstance(value, (int, float, np.number)) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+
+
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Refuses a name that is not among the choices, and lists them."""
     choices = tuple(choices)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from uhop_jax._checks import check_key, check_rate
+
 
 def dropped(
     x: Float[Array, "*shape"], rate: float, key: Array | None
@@ -24,9 +26,14 @@ def dropped(
       x: any array.
       rate: in `[0, 1)`.
       key: of `jax.random`; None leaves `x` as it is.
+
+    Raises:
+      ValueError: if the rate is out of range, or the key is none.
     """
+    check_rate("rate", rate)
     if key is None or rate == 0:
         return x
+    check_key(key)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     position = jnp.zeros(x.shape, jnp.uint32)
@@ -36,7 +43,7 @@ def dropped(
     bits = position
     for word in range(key.shape[-1]):
         bits = _mixed(bits ^ key[word])
-    keep = bits >= jnp.uint32(round(rate * 2**32))
+    keep = bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
     scale = jnp.asarray(1 / (1 - rate), x.dtype)
     return jnp.where(keep, x * scale, jnp.zeros((), x.dtype))
 

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -147,8 +148,19 @@ def as_kernel(module: Any) -> Any:
         raise ValueError(
             f"kernel must be True, an nnx.Module or make one, got {module!r}"
         )
+    other = nnx.All(nnx.Param, nnx.Not(KernelParam))
+    made: dict[int, nnx.Variable] = {}  # a parameter in two places stays one
     for _, node in nnx.iter_modules(module):
-        for name, variable in list(vars(node).items()):
-            if type(variable) is nnx.Param:
-                setattr(node, name, KernelParam(variable[...]))
+        for name, x in list(vars(node).items()):
+            if isinstance(x, nnx.Param) and not isinstance(x, KernelParam):
+                if id(x) not in made:
+                    made[id(x)] = KernelParam.from_metadata(
+                        x.get_raw_value(), x.get_metadata()
+                    )
+                setattr(node, name, made[id(x)])
+    if jax.tree.leaves(nnx.state(module, other)):
+        raise ValueError(
+            "kernel must hold its parameters as attributes of modules, in nnx.List or "
+            "in nnx.Dict, where Stage I finds them"
+        )
     return module

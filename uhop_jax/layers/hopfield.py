@@ -12,7 +12,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax._checks import (
+    check_choice,
+    check_count,
+    check_key,
+    check_positive,
+    check_rate,
+    check_sizes,
+)
 from uhop_jax.layers.association import HEAD_AXES, Association, moved
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import LinearFeatures, SeparatedMemories, as_kernel
@@ -37,11 +44,12 @@ class Hopfield(nnx.Module):
     Args:
       state_size: dimension of states.
       memory_size: dimension of memories; as states by default.
-      value_size: dimension of the stored values, where they are another array.
+      value_size: dimension of the stored values, where they are another array; needs
+        `values="direct"` or `static`.
       num_heads: heads.
       head_size: dimension in which a head compares; `state_size / num_heads`.
       value_head_size: dimension of what a head reads out; as `head_size`.
-      out_size: dimension of the output; as states.
+      out_size: dimension of the output; as states. Needs `project_out`.
       separation: a `Separation` or its name. An `Entmax` may have an `alpha` of shape
         `(num_heads,)`.
       learn_alpha: learn the `alpha` of an `Entmax` within (1, 2), in the shape given.
@@ -53,11 +61,12 @@ class Hopfield(nnx.Module):
       max_steps: that cap.
       kernel: `Phi`, applied to what queries and keys are projected from: True for
         `LinearFeatures`, any module, or a function that makes one, for layers to have
-        each its own; `nnx.Param`s become `KernelParam`s.
+        each its own; every `nnx.Param` becomes a `KernelParam`.
       separate_states: the separation loss of the kernel is over states and memories
-        together, not over the memories alone.
+        together, not over the memories alone; needs a kernel.
       values: `keys` reads out `W_V W_K Y` (the paper's), `direct` `W_V Y`.
-      static: no projections at all: retrieval as the functional core does it. One head.
+      static: no projections at all, so none of their options: retrieval as the
+        functional core does it. One head.
       project_out: apply the output projection.
       use_bias: biases in the projections.
       weight_init: of the weights of the projections.
@@ -74,7 +83,7 @@ class Hopfield(nnx.Module):
       rngs: for the start values.
 
     Raises:
-      ValueError: if options do not fit together.
+      ValueError: if options do not fit together, or one of them would do nothing.
     """
 
     def __init__(
@@ -112,20 +121,35 @@ class Hopfield(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_count("state_size", state_size, 1)
+        check_count("num_heads", num_heads, 1)
+        check_count("max_steps", max_steps, 1)
+        check_sizes(
+            memory_size=memory_size,
+            value_size=value_size,
+            head_size=head_size,
+            value_head_size=value_head_size,
+            out_size=out_size,
+            steps=steps,
+        )
+        check_choice("values", values, VALUES)
+        check_rate("dropout", dropout)
+        direct = static or values == "direct"
+        for option, unused, needed in (
+            ("head_size", static and head_size is not None, "static=False"),
+            ("value_head_size", static and value_head_size is not None, "static=False"),
+            ("out_size", static and out_size is not None, "static=False"),
+            ("project_out=False", static and not project_out, "static=False"),
+            ("use_bias=False", static and not use_bias, "static=False"),
+            ("out_size", not project_out and out_size is not None, "project_out=True"),
+            ("value_size", not direct and value_size is not None, "values='direct'"),
+            ("normalize_value", not direct and normalize_value, "values='direct'"),
+            ("separate_states", separate_states and kernel is False, "a kernel"),
+        ):
+            if unused:
+                raise ValueError(f"{option} needs {needed}: else it would do nothing")
         memory_size = state_size if memory_size is None else memory_size
         value_size = memory_size if value_size is None else value_size
-        for name, count in (
-            ("state_size", state_size),
-            ("memory_size", memory_size),
-            ("num_heads", num_heads),
-            ("max_steps", max_steps),
-        ):
-            check_count(name, count, 1)
-        if steps is not None:
-            check_count("steps", steps, 1)
-        check_choice("values", values, VALUES)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         if static and num_heads != 1:
             raise ValueError(f"a static layer has one head, got num_heads {num_heads}")
         if static and memory_size != state_size:
@@ -137,11 +161,6 @@ class Hopfield(nnx.Module):
             raise ValueError(
                 "one kernel maps states and memories, so they need one dimension, got "
                 f"state_size {state_size} and memory_size {memory_size}"
-            )
-        if normalize_value and values == "keys" and not static:
-            raise ValueError(
-                "normalize_value needs values='direct': values='keys' reads out the "
-                "projected memories"
             )
         if head_size is None:
             head_size = state_size // num_heads
@@ -156,6 +175,7 @@ class Hopfield(nnx.Module):
         self.steps, self.max_steps = steps, max_steps
         self.zero_memory, self.separate_states = zero_memory, separate_states
         self.sizes = (state_size, memory_size, value_size)
+        self.names = ("state", "memories", "values")  # in errors
 
         if isinstance(separation, str):
             separation = separation_from_name(separation)
@@ -290,7 +310,7 @@ class Hopfield(nnx.Module):
           key: for dropout; None switches it off.
 
         Raises:
-          ValueError: if shapes do not fit, or a mask is not boolean.
+          ValueError: if shapes do not fit, a mask is not boolean, or `key` is no key.
         """
         return self._associate(
             state, memories, values, mask, association_mask, key, False
@@ -314,37 +334,40 @@ class Hopfield(nnx.Module):
     def _associate(
         self, state, memories, values, mask, association_mask, key, details
     ) -> Association:
+        name_s, name_m, name_v = self.names
+        if key is not None:
+            check_key(key)
         state = jnp.asarray(state)
         memories = state if memories is None else jnp.asarray(memories)
+        values = None if values is None else jnp.asarray(values)
         if state.ndim < 2 or state.shape[-1] != self.sizes[0]:
             raise ValueError(
-                f"state must have shape (..., L, {self.sizes[0]}), got {state.shape}"
+                f"{name_s} must have shape (..., L, {self.sizes[0]}), got {state.shape}"
             )
         single = all(number == 1 for number in memories.shape[:-2])
         if single and state.ndim >= memories.ndim:  # one memory for all
             memories = memories.reshape(memories.shape[-2:])
             if values is not None:
-                values = jnp.asarray(values).reshape(values.shape[-2:])
+                values = values.reshape(values.shape[-2:])
         shared = memories.ndim == 2
-        if memories.shape[-1] != self.sizes[1] or memories.ndim < 2:
+        if memories.ndim < 2 or memories.shape[-1] != self.sizes[1]:
             raise ValueError(
-                f"memories must have shape (..., S, {self.sizes[1]}), got "
+                f"{name_m} must have shape (..., S, {self.sizes[1]}), got "
                 f"{memories.shape}"
             )
         batch = state.shape[:-2] if shared else memories.shape[:-2]
         if batch[len(batch) - len(state.shape[:-2]) :] != state.shape[:-2]:
             raise ValueError(
-                f"memories have shape {memories.shape}, state {state.shape}: leading "
-                "axes must agree, or memories have none, or the state has fewer"
+                f"{name_m} have shape {memories.shape}, {name_s} {state.shape}: "
+                f"leading axes must agree, or {name_m} have none, or {name_s} fewer"
             )
         if values is not None:
-            values = jnp.asarray(values)
             if self.values == "keys" and not self.static:
-                raise ValueError("values need a layer with values='direct'")
+                raise ValueError(f"{name_v} need a layer with values='direct'")
             if values.shape != (*memories.shape[:-1], self.sizes[2]):
                 raise ValueError(
-                    f"values must have shape {(*memories.shape[:-1], self.sizes[2])}, "
-                    f"got {values.shape}"
+                    f"{name_v} must have shape "
+                    f"{(*memories.shape[:-1], self.sizes[2])}, got {values.shape}"
                 )
 
         shape = (*batch, self.num_heads, state.shape[-2], memories.shape[-2])

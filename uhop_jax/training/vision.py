@@ -311,7 +311,6 @@ def model_of(
     options["beta"] = options["beta"] or None
     start = options.pop("kernel_start")
     options |= {"values": "direct" if arm.reference else "keys", "patch": cell.patch}
-    options["separate_states"] = arm.reference
     depth, mlp_size = options.pop("depth"), options.pop("mlp_size")
     if name == "transformer":
         options |= {"depth": depth, "mlp_size": mlp_size or None}
@@ -331,6 +330,7 @@ def model_of(
             image_shape,
             classes,
             kernel=features if kernel else False,
+            separate_states=kernel and arm.reference,
             dtype=dtype,
             rngs=rngs,
             **options | {"size": size},
