@@ -90,6 +90,55 @@ def test_values_of_few_states_are_means_of_values(separation, dropout):
         assert_close(one, other, scale=10)
 
 
+def attentions(**options):
+    """Flax's layer and ours, with the same weights."""
+    theirs = nnx.MultiHeadAttention(
+        H, D, decode=False, keep_rngs=False, rngs=nnx.Rngs(3), **options
+    )
+    ours = HopfieldAttention(
+        H, D, decode=False, keep_rngs=False, rngs=nnx.Rngs(3), **options
+    )
+    return theirs, ours
+
+
+def test_start_values_are_those_of_attention():
+    theirs, ours = attentions(
+        kernel_init=nnx.initializers.normal(), bias_init=nnx.initializers.ones
+    )
+    assert_close(ours(STATE, MEMORIES), theirs(STATE, MEMORIES))
+
+
+@pytest.mark.parametrize("shape", [(L, S), (H, L, S), (B, 1, 1, S), (1, 1, L, S)])
+@pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int8])
+def test_masks_of_attention(shape, dtype):
+    theirs, ours = attentions()
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, shape).at[..., 0].set(True)
+    found = ours(STATE, MEMORIES, mask=mask.astype(dtype))
+    assert_close(found, theirs(STATE, MEMORIES, mask=mask))
+
+
+def test_causal_attention():
+    theirs, ours = attentions()
+    found = ours(STATE, is_causal=True)
+    assert_close(found, theirs(STATE, is_causal=True))
+    mask = nnx.make_causal_mask(STATE[..., 0])
+    np.testing.assert_array_equal(ours(STATE, mask=mask), found)
+    padding = jnp.ones((B, 1, 1, L), bool).at[1, ..., 3].set(False)
+    wanted = theirs(STATE, mask=mask.astype(bool) & padding)
+    assert_close(ours(STATE, mask=padding, is_causal=True), wanted)
+
+
+def test_attention_sows_its_weights():
+    theirs, ours = attentions()
+    sown = [
+        nnx.capture(model, nnx.Intermediate)(STATE, MEMORIES, sow_weights=True)[1]
+        for model in (theirs, ours)
+    ]
+    wanted, found = ([*x["attention_weights"].get_value()] for x in sown)
+    assert_close(found[0], wanted[0])
+    assert len(found) == len(wanted) == 1
+
+
 @pytest.mark.parametrize("separation", ["softmax", "sparsemax"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_static_layers_equal_the_core_bit_for_bit(separation, steps):
@@ -483,6 +532,20 @@ def test_dropout_differs_between_heads_and_rows():
 def test_dropout_rates(untyped, rate):
     with pytest.raises(ValueError, match="dropout must be in"):
         layer(dropout=rate)
+    with pytest.raises(ValueError, match="rate must be in"):
+        dropped(STATE, rate, jax.random.key(0))
+
+
+def test_the_highest_rate_of_dropout():
+    found = dropped(STATE, 1 - 2**-53, jax.random.key(0))
+    assert not found.any()
+
+
+@pytest.mark.parametrize("key", [0, np.zeros(2), nnx.Rngs(0), jnp.zeros(3, jnp.int32)])
+def test_keys_that_are_none(untyped, key):
+    for call in (lambda: dropped(STATE, 0.5, key), lambda: layer()(STATE, key=key)):
+        with pytest.raises(ValueError, match="key must be a JAX random key"):
+            call()
 
 
 def test_a_replacement_for_attention_asks_for_rngs():
@@ -491,7 +554,37 @@ def test_a_replacement_for_attention_asks_for_rngs():
         model(STATE)
     with_key = model(STATE, rngs=jax.random.key(0))
     assert float(abs(with_key - model(STATE, deterministic=True)).max()) > 1e-3
-    assert model(STATE, rngs=nnx.Rngs(dropout=0)).shape == STATE.shape
+    found = model(STATE, rngs=nnx.Rngs(dropout=0))
+    stream = nnx.Rngs(dropout=0).dropout
+    np.testing.assert_array_equal(model(STATE, rngs=stream), found)
+    assert float(abs(model(STATE, rngs=stream) - found).max()) > 1e-3
+
+
+WRONG_ATTENTION = [
+    ({"in_features": 0}, {}, "in_features must be at least 1, got 0"),
+    ({"qkv_features": 6}, {}, "num_heads 4 must divide qkv_features 6"),
+    ({"out_features": "a"}, {}, "out_features must be an integer, got 'a'"),
+    ({"dropout_rate": 1.0}, {}, r"dropout_rate must be in \[0, 1\), got 1.0"),
+    ({"num_kv_heads": 2}, {}, "num_kv_heads must be 4 or None here, got 2"),
+    ({"decode": True}, {}, "decode must be False or None here, got True"),
+    ({"keep_rngs": True}, {}, "keep_rngs must be False or None here, got True"),
+    ({"normalize_qk": True}, {}, "normalize_qk must be False or None here"),
+    ({"static": True}, {}, "static must be False or None here, got True"),
+    ({}, {"decode": True}, "decode must be False or None here, got True"),
+    ({}, {"inputs_q": STATE[..., :4]}, "inputs_q must have shape"),
+    ({}, {"inputs_k": STATE[..., :4]}, "inputs_k must have shape"),
+    ({}, {"inputs_k": STATE, "inputs_v": MEMORIES}, "inputs_v must have shape"),
+    ({}, {"mask": jnp.ones((L, S), bool)}, "^mask has shape .* does not broadcast"),
+    ({}, {"mask": jnp.full((L, L), -jnp.inf)}, "^mask must be boolean, or 1 .*got 25"),
+    ({"dropout_rate": 0.5}, {"rngs": 0}, "dropout needs rngs=.*got 0"),
+]
+
+
+@pytest.mark.parametrize("options, call, message", WRONG_ATTENTION)
+def test_attention_names_what_is_wrong(untyped, options, call, message):
+    with pytest.raises(ValueError, match=message):
+        sizes = {"num_heads": H, "in_features": D} | options
+        HopfieldAttention(**sizes, rngs=nnx.Rngs(0))(**{"inputs_q": STATE} | call)
 
 
 def test_sparse_layers_have_exact_zeros():  # UC-26
@@ -569,6 +662,31 @@ def test_any_module_can_be_a_kernel():
         layer(kernel=LinearFeatures(D, 6, rngs=nnx.Rngs(0)))
 
 
+def test_stage_one_may_move_every_parameter_of_a_kernel():
+    class Special(nnx.Param):
+        pass
+
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.first = self.second = Special(jnp.eye(D, dtype=jnp.float32), mark=1)
+
+        def __call__(self, x):
+            return x @ self.first[...] @ self.second[...]
+
+    model = layer(kernel=Tied())
+    _, kernels, _ = nnx.split(model, KernelParam, ...)
+    assert len(jax.tree.leaves(kernels)) == 1  # in two places, still one
+    assert model.kernel.first.get_metadata("mark") == 1
+
+    class Hidden(Tied):
+        def __init__(self):
+            self.first = self.second = nnx.Param(jnp.eye(D, dtype=jnp.float32))
+            self.others = nnx.data((Special(jnp.ones(D)),))
+
+    with pytest.raises(ValueError, match="kernel must hold its parameters as"):
+        layer(kernel=Hidden())
+
+
 # Robustness ---------------------------------------------------------------------------
 
 WRONG = [
@@ -590,6 +708,16 @@ WRONG = [
     ({"kernel": True, "memory_size": 4}, "got state_size 16 and memory_size 4"),
     ({"kernel": "linear"}, "kernel must be True, an nnx.Module"),
     ({"normalize_value": True}, "normalize_value needs values='direct'"),
+    ({"value_size": 4}, "value_size needs values='direct': else it would do nothing"),
+    ({"value_size": "a"}, "value_size must be an integer, got 'a'"),
+    ({"head_size": 0}, "head_size must be at least 1, got 0"),
+    ({"out_size": 3, "project_out": False}, "out_size needs project_out=True"),
+    ({"separate_states": True}, "separate_states needs a kernel"),
+    ({"static": True, "head_size": 2}, "head_size needs static=False"),
+    ({"static": True, "value_head_size": 2}, "value_head_size needs static=False"),
+    ({"static": True, "out_size": 3}, "out_size needs static=False"),
+    ({"static": True, "project_out": False}, "project_out=False needs static=False"),
+    ({"static": True, "use_bias": False}, "use_bias=False needs static=False"),
 ]
 
 

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
-from uhop_jax._checks import check_count
+from uhop_jax._checks import check_count, check_rate, check_sizes
 from uhop_jax.layers.association import Association
-from uhop_jax.layers.hopfield import Hopfield
+from uhop_jax.layers.hopfield import Hopfield, Initializer
+from uhop_jax.layers.masks import of_attention
 
 
 class HopfieldPooling(nnx.Module):
@@ -128,7 +129,19 @@ class HopfieldLayer(nnx.Module):
 
 
 class HopfieldAttention(nnx.Module):
-    """A replacement for `nnx.MultiHeadAttention`: its arguments, `Hopfield` inside.
+    """Takes the place of `nnx.MultiHeadAttention`: its arguments, `Hopfield` inside.
+
+    What is shared: the arguments below, by name and with Flax's meaning; with the same
+    weights both layers then give the same. `num_kv_heads`, `broadcast_dropout`,
+    `decode`, `normalize_qk` and `keep_rngs` are accepted with the one value that this
+    layer has: `num_heads` or None, and False for the others. Not taken: `precision`,
+    `attention_fn`, `init_cache`, and what concerns single projections, that is
+    `out_kernel_init`, `out_bias_init`, and the arguments for promotion, `dot_general`,
+    metadata and sharding.
+
+    Two things differ. Dropout is drawn for each head and batch entry, and its `rngs`
+    are given with each call, for a module holds no random state. And a query that may
+    see no key retrieves zero.
 
     Args:
       num_heads: heads.
@@ -138,14 +151,17 @@ class HopfieldAttention(nnx.Module):
       in_kv_features: dimension of keys and values; as queries by default.
       dropout_rate: of the weights.
       deterministic: no dropout, unless the call says otherwise.
+      kernel_init: of the weights of the projections, `weight_init` of `Hopfield`.
+      bias_init: of their biases.
       use_bias: biases in the projections.
       dtype: of the computation; None follows inputs and parameters.
       param_dtype: of the parameters.
       rngs: for the start values.
-      **options: further options of `Hopfield`, such as `separation` and `kernel`.
+      **options: further options of `Hopfield`, such as `separation` and `kernel`; for
+        `normalize_qk` there is `normalize_pattern`. Not `static`.
 
     Raises:
-      ValueError: as `Hopfield`.
+      ValueError: as `Hopfield`; or if an argument has a value that only Flax has.
     """
 
     def __init__(
@@ -158,6 +174,8 @@ class HopfieldAttention(nnx.Module):
         in_kv_features: int | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        bias_init: Initializer = nnx.initializers.zeros,
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -165,6 +183,22 @@ class HopfieldAttention(nnx.Module):
         **options: Any,
     ):
         check_count("num_heads", num_heads, 1)
+        check_count("in_features", in_features, 1)
+        check_sizes(
+            qkv_features=qkv_features,
+            out_features=out_features,
+            in_kv_features=in_kv_features,
+        )
+        check_rate("dropout_rate", dropout_rate)
+        for name, value in (
+            ("num_kv_heads", num_heads),
+            ("broadcast_dropout", False),
+            ("decode", False),
+            ("normalize_qk", False),
+            ("keep_rngs", False),
+            ("static", False),
+        ):
+            _check_only(name, options.pop(name, None), value)
         size = in_features if qkv_features is None else qkv_features
         if size % num_heads:
             raise ValueError(f"num_heads {num_heads} must divide qkv_features {size}")
@@ -176,12 +210,15 @@ class HopfieldAttention(nnx.Module):
             head_size=size // num_heads,
             out_size=out_features,
             dropout=dropout_rate,
+            weight_init=kernel_init,
+            bias_init=bias_init,
             use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
             rngs=rngs,
             **({"values": "direct"} | options),
         )
+        self.association.names = ("inputs_q", "inputs_k", "inputs_v")
 
     def __call__(
         self,
@@ -189,9 +226,12 @@ class HopfieldAttention(nnx.Module):
         inputs_k: Float[Array, "*batch S in_kv_features"] | None = None,
         inputs_v: Float[Array, "*batch S in_kv_features"] | None = None,
         *,
-        mask: Bool[Array, "..."] | None = None,
+        mask: Shaped[Array, "..."] | None = None,
         deterministic: bool | None = None,
         rngs: Any = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
     ) -> Float[Array, "*batch L out"]:
         """Attention as retrieval.
 
@@ -199,26 +239,55 @@ class HopfieldAttention(nnx.Module):
           inputs_q: queries.
           inputs_k: keys; the queries by default.
           inputs_v: values; the keys by default.
-          mask: `(*batch, heads or 1, L, S)`, true where a query may see a key.
+          mask: broadcasts to `(*batch, heads, L, S)`; true, or 1 in any dtype, where a
+            query may see a key, else false or 0.
           deterministic: no dropout; overrides what the constructor said.
-          rngs: a key, or `nnx.Rngs` with a stream `dropout`.
+          rngs: for dropout: `nnx.Rngs` with a stream `dropout`, a stream, or a key.
+          sow_weights: leave the weights, before dropout, as the `nnx.Intermediate`
+            `attention_weights`.
+          decode: False or None; there is no cache.
+          is_causal: a query sees no key behind its own place.
 
         Raises:
           ValueError: as `Hopfield`; or if dropout is asked for without `rngs`.
         """
+        _check_only("decode", decode, False)
         if deterministic is None:
             deterministic = self.deterministic
         key = None
         if not deterministic and self.association.dropout:
-            if rngs is None:
-                raise ValueError(
-                    "dropout needs rngs=, a key or nnx.Rngs(dropout=...); or say "
-                    "deterministic=True"
-                )
-            key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
-        return self.association(
-            inputs_q, inputs_k, inputs_v, association_mask=mask, key=key
+            key = _drawn(rngs)
+        seen = None
+        if mask is not None or is_causal:
+            q = jnp.shape(inputs_q)
+            k = q if inputs_k is None else jnp.shape(inputs_k)
+            batch, heads = max(q[:-2], k[:-2], key=len), self.association.num_heads
+            shape = (*batch, heads, *q[-2:-1], *k[-2:-1])
+            seen = of_attention(mask, is_causal, shape)
+        arguments = inputs_q, inputs_k, inputs_v
+        if not sow_weights:
+            return self.association(*arguments, association_mask=seen, key=key)
+        found = self.association.associate(*arguments, association_mask=seen, key=key)
+        self.sow(nnx.Intermediate, "attention_weights", found.weights)
+        return found.output
+
+
+def _check_only(name: str, given: Any, value: Any) -> None:
+    """Refuses a value that `nnx.MultiHeadAttention` has and this layer has not."""
+    if given is not None and given != value:
+        raise ValueError(f"{name} must be {value} or None here, got {given!r}")
+
+
+def _drawn(rngs: Any) -> Array:
+    """A key for dropout from what Flax's layers call `rngs`."""
+    stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+    key = stream() if isinstance(stream, nnx.RngStream) else stream
+    if not isinstance(key, jax.Array):
+        raise ValueError(
+            "dropout needs rngs=, nnx.Rngs(dropout=...), one of its streams or a key, "
+            f"got {rngs!r}; or say deterministic=True"
         )
+    return key
 
 
 def _patterns(

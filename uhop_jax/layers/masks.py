@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
+
+from uhop_jax._checks import broadcast_rows, is_traced
 
 
 def combined(
@@ -48,6 +51,39 @@ def extended(
     """With memories of the layer itself behind the others, which all states see."""
     valid = jnp.ones((*where.shape[:-1], learned), bool)
     return jnp.concatenate([where, valid], axis=-1)
+
+
+def of_attention(
+    mask: Any, is_causal: bool, shape: tuple[int, ...]
+) -> Bool[Array, "..."]:
+    """The mask of `HopfieldAttention` as an association mask.
+
+    Args:
+      mask: what broadcasts to `shape`, boolean or of 0 and 1; or None.
+      is_causal: whether a query sees no key behind its own place.
+      shape: `(*batch, heads, L, S)` of the weights.
+
+    Returns:
+      `(*batch, 1 or heads, L, S)`.
+
+    Raises:
+      ValueError: if the mask has another shape or other values.
+    """
+    mask = jnp.ones((1, 1), bool) if mask is None else jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        if not is_traced(mask):
+            with jax.ensure_compile_time_eval():
+                other = int(jnp.sum((mask != 0) & (mask != 1)))
+            if other:
+                raise ValueError(
+                    "mask must be boolean, or 1 for what may be seen and 0 for the "
+                    f"rest, got {other} other values of {mask.size}"
+                )
+        mask = mask.astype(bool)
+    broadcast_rows("mask", mask, shape)
+    heads = mask.shape[-3] if mask.ndim > 2 else 1
+    mask = jnp.broadcast_to(mask, (*shape[:-3], heads, *shape[-2:]))
+    return jnp.tril(mask) if is_causal else mask
 
 
 def _checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:
