@@ -154,7 +154,7 @@ def check_key(key: Any) -> None:
     """Refuses anything but one random key, typed or of unsigned integers."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if (typed and shape == ()) or (dtype == jnp.uint32 and len(shape) == 1):
+    if len(shape) == (0 if typed else 1) and (typed or dtype == jnp.uint32):
         return
     got = repr(key) if dtype is None else f"shape {shape} and dtype {dtype}"
     raise ValueError(
