@@ -152,11 +152,12 @@ def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:
 
 def check_key(key: Any) -> None:
     """Refuses anything but one random key, typed or of unsigned integers."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", ())
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if len(shape) == (0 if typed else 1) and (typed or dtype == jnp.uint32):
-        return
-    got = repr(key) if dtype is None else f"shape {shape} and dtype {dtype}"
+    got = repr(key)
+    if isinstance(key, (jax.Array, np.ndarray)):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if (typed and key.shape == ()) or (key.dtype == jnp.uint32 and key.ndim == 1):
+            return
+        got = f"shape {key.shape} and dtype {key.dtype}"
     raise ValueError(
         f"key must be a JAX random key such as jax.random.key(0), got {got}"
     )
