@@ -558,6 +558,8 @@ def test_a_replacement_for_attention_asks_for_rngs():
     stream = nnx.Rngs(dropout=0).dropout
     np.testing.assert_array_equal(model(STATE, rngs=stream), found)
     assert float(abs(model(STATE, rngs=stream) - found).max()) > 1e-3
+    evaluated = nnx.view(model, deterministic=True)
+    np.testing.assert_array_equal(evaluated(STATE), model(STATE, deterministic=True))
 
 
 WRONG_ATTENTION = [

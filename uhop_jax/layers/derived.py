@@ -271,6 +271,15 @@ class HopfieldAttention(nnx.Module):
         self.sow(nnx.Intermediate, "attention_weights", found.weights)
         return found.output
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """What `nnx.view` may set.
+
+        Args:
+          deterministic: no dropout, unless the call says otherwise.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
 
 def _check_only(name: str, given: Any, value: Any) -> None:
     """Refuses a value that `nnx.MultiHeadAttention` has and this layer has not."""
