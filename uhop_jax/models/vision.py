@@ -86,7 +86,7 @@ class Patches(nnx.Module):
         cut = jnp.swapaxes(cut, -4, -3).reshape(*batch, self.number, p * p * channels)
         tokens = self.embed(cut)
         positions = self.positions[...].astype(tokens.dtype)
-        token = self.token[...].astype(tokens.dtype) + positions[:1]
+        token = jnp.asarray(self.token[...]).astype(tokens.dtype) + positions[:1]
         return token, tokens + positions[1:]
 
 
