@@ -239,6 +239,50 @@ def test_nan_in_a_memory_shows():
     assert jnp.isnan(found.state).any()
 
 
+def test_an_iterator_is_opened_once_for_every_pass():
+    opened = []
+
+    def blocks():
+        opened.append(1)
+        return iter(np.split(MEMORIES, [3, 40]))
+
+    found = retrieve_streamed(blocks, jnp.asarray(QUERY), beta=1.0)
+    direct = retrieve(jnp.asarray(MEMORIES), jnp.asarray(QUERY), beta=1.0)
+    assert_close(found.state, direct.state)
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize("options", [dict(top=2), dict(steps=2), dict(query_block=3)])
+@pytest.mark.parametrize(
+    ("wrapped", "message"),
+    [
+        (lambda x: x, "a new iterator at every call, got the same one twice"),
+        (lambda x: (row for row in x), f"yields 0 rows, the first one {COUNT}"),
+    ],
+    ids=["same", "empty"],
+)
+def test_an_iterator_that_has_been_read_is_refused(options, wrapped, message):
+    once = iter(np.split(MEMORIES, [3, 40]))
+    with pytest.raises(ValueError, match=f"memories: .*{message}"):
+        retrieve_streamed(
+            lambda: wrapped(once), jnp.asarray(QUERY), beta=1.0, **options
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(top=COUNT + 1), f"top must be at most {COUNT}, got {COUNT + 1}"),
+        (dict(separation=TopK(COUNT + 1)), f"k must be at most {COUNT}"),
+    ],
+)
+def test_the_rows_of_an_iterator_are_counted(options, message):
+    with pytest.raises(ValueError, match=message):
+        retrieve_streamed(
+            lambda: iter([MEMORIES]), jnp.asarray(QUERY), beta=1.0, **options
+        )
+
+
 WRONG = [
     (dict(memories="nowhere.npy"), "nowhere.npy is not a readable .npy file"),
     (dict(memories=np.zeros(3)), r"memories must have shape \(n, d\)"),

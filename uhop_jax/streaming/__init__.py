@@ -49,7 +49,7 @@ from uhop_jax.separation import (
 from uhop_jax.similarity import Dot, Similarity, check_observed, check_patterns
 from uhop_jax.streaming._device import Stored
 from uhop_jax.streaming._host import Read
-from uhop_jax.streaming._passes import Model, Plan
+from uhop_jax.streaming._passes import Model, Plan, check_numbers
 
 __all__ = ["Streamed", "retrieve_streamed"]
 
@@ -96,8 +96,9 @@ def retrieve_streamed(
     computed again, block by block). Anything else is read on the host and cannot be
     differentiated: a NumPy array, memory-mapped or not; the path of a `.npy` file,
     which is then mapped; or a function without arguments that returns an iterator over
-    arrays `(n, d)` of any lengths, called once for every pass. Such memories are not
-    searched for NaN beforehand; one that is found shows in the result.
+    arrays `(n, d)` of any lengths, called once for every pass: each time a new one,
+    over the same rows. Such memories are not searched for NaN beforehand; one that is
+    found shows in the result.
 
     Args:
       memories: stored patterns `(M, d)`, one per row.
@@ -142,8 +143,7 @@ def retrieve_streamed(
     stored: Any = Stored if isinstance(memories, jax.Array) else Read
     source = stored.of(memories, values, mask)
     check_patterns(source.sample, query, similarity)
-    for name, k in (("k", getattr(separation, "k", 0)), ("top", top)):
-        check_count(name, k, 0, source.length)
+    check_numbers(separation, top, source.length)
     rows, d = query.shape[:-1], query.shape[-1]
     number = int(np.prod(rows))
     kernel = similarity.kernel

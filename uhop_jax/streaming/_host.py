@@ -1,7 +1,8 @@
 """Streamed retrieval from blocks that the host reads: files, arrays, iterators."""
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from uhop_jax.streaming._passes import (
     Plan,
     Tile,
     average,
+    check_numbers,
     check_values,
     online,
     run_queries,
@@ -28,7 +30,7 @@ from uhop_jax.streaming._passes import (
 )
 
 BLOCK_BYTES = 2**23  # of memories that the host hands over at a time
-Blocks = Callable[[], Iterator[Any]]
+Blocks = Callable[[], Iterable[Any]]
 
 
 class _Pieces:
@@ -39,10 +41,12 @@ class _Pieces:
         if isinstance(source, str | Path):
             source = _mapped(source, name)
         if callable(source):
-            self.array, self.factory = None, source
-            first = next(iter(self._iterate()), None)
+            self.array, self.factory, self.opened = None, source, None
+            pieces = self._open()
+            first = next(pieces, None)
             if first is None:
                 raise ValueError(f"{name}: the iterator holds no block")
+            self.begun: Iterator[np.ndarray] | None = itertools.chain([first], pieces)
         else:
             first = self.array = np.asarray(source)
             self.count = len(first) if first.ndim else 0
@@ -55,14 +59,24 @@ class _Pieces:
             raise ValueError(f"{name} must be real numbers, got dtype {first.dtype}")
         self.sample = as_floating(np.zeros_like(first[:1]), name)
 
-    def _iterate(self) -> Iterator[np.ndarray]:
-        for piece in self.factory():
-            piece = np.asarray(piece)
-            if piece.ndim != 2:
-                raise ValueError(
-                    f"{self.name}: blocks must have shape (n, d), got {piece.shape}"
-                )
-            yield piece
+    def _open(self) -> Iterator[np.ndarray]:
+        """A new pass over the iterator."""
+        pieces = iter(self.factory())
+        if pieces is self.opened:
+            raise ValueError(
+                f"{self.name}: the function must return a new iterator at every call, "
+                "got the same one twice"
+            )
+        self.opened = pieces
+        return map(self._piece, pieces)
+
+    def _piece(self, piece: Any) -> np.ndarray:
+        piece = np.asarray(piece)
+        if piece.ndim != 2:
+            raise ValueError(
+                f"{self.name}: blocks must have shape (n, d), got {piece.shape}"
+            )
+        return piece
 
     def size(self, block: int | None) -> int:
         """Rows of a block."""
@@ -76,9 +90,12 @@ class _Pieces:
             for start in range(0, len(self.array), size):
                 yield _padded(np.asarray(self.array[start : start + size]), size)
             return
+        pieces = self._open() if self.begun is None else self.begun
+        self.begun = None
         waiting: list[np.ndarray] = []
-        held = 0
-        for piece in self._iterate():
+        held = rows = 0
+        for piece in pieces:
+            rows += len(piece)
             while len(piece):
                 part, piece = piece[: size - held], piece[size - held :]
                 waiting.append(part.copy())  # the iterator may use its buffer again
@@ -88,6 +105,12 @@ class _Pieces:
                     waiting, held = [], 0
         if held:
             yield _padded(np.concatenate(waiting), size)
+        self.count = self.count or rows
+        if rows != self.count:
+            raise ValueError(
+                f"{self.name}: a pass over the iterator yields {rows} rows, the first "
+                f"one {self.count}"
+            )
 
     def take(self, index: np.ndarray, size: int) -> np.ndarray:
         """Rows by number."""
@@ -203,6 +226,7 @@ class _OnHost:
             jax.block_until_ready(carry)  # no more than two blocks wait
             carry, start = after, start + count
         self.count = start
+        check_numbers(model.separation, self.plan.top, start)
         return carry
 
     def _fold_some(self, step, model, y, extra, carry, update, active):

@@ -10,9 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from uhop_jax import _entmax
-from uhop_jax._checks import (
-    working_dtype,
-)
+from uhop_jax._checks import check_count, working_dtype
 from uhop_jax._entmax import Power, exp_and_slope, run_time_power, switch, weights_at
 from uhop_jax._products import weigh
 from uhop_jax.separation import (
@@ -390,3 +388,9 @@ def check_values(values: tuple[int, ...], memories: tuple[int, ...]) -> None:
             f"values have shape {values}, memories {memories}: all axes but the last "
             "must agree"
         )
+
+
+def check_numbers(separation: Separation, top: int, length: int | None) -> None:
+    """Refuses to look for more memories than there are."""
+    for name, k in (("k", getattr(separation, "k", 0)), ("top", top)):
+        check_count(name, k, 0, length)
