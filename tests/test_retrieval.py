@@ -233,6 +233,19 @@ def test_memory_sets_equal_a_loop_over_sets(similarity, restricted):
         assert_close(result.weights[i], alone.weights)
 
 
+@each("similarity", STACKED[2:])
+def test_one_memory_set_with_its_own_kernel(similarity):
+    memories, values = normal(1, COUNT, DIMENSION), normal(1, COUNT, 2, seed=6)
+    own = jax.tree.map(lambda leaf: leaf[:1], similarity)
+    alone = jax.tree.map(lambda leaf: leaf[0], similarity)
+    query = normal(2, DIMENSION, seed=5)
+    result = retrieve(memories, query, beta=2.0, similarity=own, values=values)
+    expected = retrieve(
+        memories[0], query, beta=2.0, similarity=alone, values=values[0]
+    )
+    np.testing.assert_array_equal(result.state, expected.state)
+
+
 def test_fifty_memory_sets_in_one_call():
     memories, query = normal(50, COUNT, DIMENSION), normal(50, DIMENSION, seed=5)
     options = dict(beta=2.0, separation=Entmax(1.5), steps=2)
@@ -281,6 +294,30 @@ def test_masks_broadcast(shape):
     )
     assert_close(result.state, full.state)
     assert (jnp.where(mask, 0.0, result.weights) == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(3,), (2,), (2, 1), (2, 3), (1, 3)])
+def test_masks_broadcast_over_memory_sets(shape):
+    memories, query = normal(2, COUNT, DIMENSION), normal(2, 3, DIMENSION, seed=5)
+    if shape == (2,):
+        query = query[:, :2]  # as many queries as sets
+    rows = query.shape[:-1]
+    mask = jnp.ones((*shape, COUNT), bool).at[..., 0].set(False)
+    broken = memories.at[1, 0].set(jnp.nan)
+    full = jnp.broadcast_to(mask, (*rows, COUNT))
+    expected = retrieve(memories, query, beta=2.0, mask=full).state
+    result = retrieve(broken, query, beta=2.0, mask=mask, values=broken).state
+    assert_close(result, expected)
+    one_sees_it = mask.at[(-1,) * len(shape) + (0,)].set(True)
+    for name, options in [("memories", {}), ("values", {"values": broken})]:
+        with pytest.raises(ValueError, match=f"{name} must be finite, got {DIMENSION}"):
+            retrieve(
+                memories if options else broken,
+                query,
+                beta=2.0,
+                mask=one_sees_it,
+                **options,
+            )
 
 
 @each("similarity", [*ITERABLE, Dot(LIKELIHOOD)])
@@ -736,6 +773,11 @@ MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
             r"values have shape \(3, 5\), memories \(4, 5\)",
         ),
         (retrieve, dict(values=jnp.ones(4)), r"values have shape \(4,\)"),
+        (
+            retrieve,
+            dict(memories=MEMORIES[None], values=jnp.ones((3, 4, 2))),
+            r"values have shape \(3, 4, 2\), memories \(1, 4, 5\)",
+        ),
         (retrieve, dict(mask=jnp.ones(4)), "mask must be boolean .*got dtype float64"),
         (
             retrieve,
@@ -762,6 +804,14 @@ MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
             retrieve,
             dict(similarity=Dot(LinearKernel(jnp.ones((3, 5, 5))))),
             "kernel has 1 axes of memory sets, memories have 0",
+        ),
+        (
+            retrieve,
+            dict(
+                memories=MEMORIES[None],
+                similarity=Dot(LinearKernel(jnp.ones((3, 5, 5)))),
+            ),
+            r"kernel is for \(3,\) memory sets, memories are \(1,\)",
         ),
         (
             retrieve,

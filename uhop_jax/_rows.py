@@ -22,6 +22,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import weigh
+from uhop_jax.kernels import Kernel
 from uhop_jax.separation import SEPARATIONS, Separation
 from uhop_jax.similarity import Similarity, check_observed, check_patterns
 
@@ -56,26 +57,9 @@ def model_of(
     separation.check()
     memories = as_floating(memories, "memories")
     query = as_floating(query, "query")
-    if memories.ndim > 2 and all(number == 1 for number in memories.shape[:-2]):
-        memories = memories.reshape(memories.shape[-2:])
-        if values is not None:
-            values = jnp.asarray(values)
-            values = values.reshape(values.shape[-2:])
     check_patterns(memories, query, similarity)
     sets = memories.shape[:-2]
-    if sets and query.shape[: len(sets)] != sets or query.ndim <= len(sets):
-        raise ValueError(
-            f"memories of shape {memories.shape} are {sets} memory sets, so query must "
-            f"have shape ({', '.join(map(str, sets))}, ..., d), got {query.shape}"
-        )
-    kernel = similarity.kernel
-    if kernel is not None and kernel.set_axes not in (0, len(sets)):
-        raise ValueError(
-            f"kernel has {kernel.set_axes} axes of memory sets, memories have "
-            f"{len(sets)}"
-        )
-    rows = query.shape[:-1]
-    dtype = wider_dtype(memories, query)
+    _check_sets(similarity.kernel, sets)
     if values is not None:
         values = as_floating(values, "values")
         if values.ndim < 2 or values.shape[:-1] != memories.shape[:-1]:
@@ -83,9 +67,17 @@ def model_of(
                 f"values have shape {values.shape}, memories {memories.shape}: all "
                 "axes but the last must agree"
             )
-        dtype = wider_dtype(memories, query, values)
-        values = values.astype(dtype)
-        check_finite("values", values, _used(mask, sets))
+    if sets and all(number == 1 for number in sets):
+        memories, values, similarity = _only_set(
+            len(sets), memories, values, similarity
+        )
+        sets = ()
+    if sets and query.shape[: len(sets)] != sets or query.ndim <= len(sets):
+        raise ValueError(
+            f"memories of shape {memories.shape} are {sets} memory sets, so query must "
+            f"have shape ({', '.join(map(str, sets))}, ..., d), got {query.shape}"
+        )
+    rows = query.shape[:-1]
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.dtype != jnp.bool_:
@@ -94,13 +86,19 @@ def model_of(
                 f"{mask.dtype}"
             )
         broadcast_rows("mask", mask, (*rows, memories.shape[-2]))
+    used = _used(mask, len(rows), len(sets))
+    dtype = wider_dtype(memories, query)
+    if values is not None:
+        dtype = wider_dtype(memories, query, values)
+        values = values.astype(dtype)
+        check_finite("values", values, used)
     observed = check_observed(observed, query)
     check_positive("beta", beta)
     beta = jnp.asarray(beta).astype(working_dtype(jnp.zeros((), dtype)))
     broadcast_rows("beta", beta, rows)
     for leaf in jax.tree.leaves(separation):
         broadcast_rows("alpha", leaf, rows)
-    check_finite("memories", memories, _used(mask, sets))
+    check_finite("memories", memories, used)
     check_finite("query", query, observed)
     separation = jax.tree.map(jnp.asarray, separation)
     return Model(
@@ -115,14 +113,45 @@ def model_of(
     )
 
 
-def _used(mask: Any, sets: tuple[int, ...]) -> Any:
-    """Which entries of the memories some query may use `(sets, M, 1)`."""
+def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
+    """Refuses a kernel that is neither shared nor one for each memory set."""
+    if kernel is None or not kernel.set_axes:
+        return
+    if kernel.set_axes != len(sets):
+        raise ValueError(
+            f"kernel has {kernel.set_axes} axes of memory sets, memories have "
+            f"{len(sets)}"
+        )
+    for leaf in jax.tree.leaves(kernel):
+        if leaf.shape[: len(sets)] != sets:
+            raise ValueError(
+                f"kernel is for {leaf.shape[: len(sets)]} memory sets, memories are "
+                f"{sets}"
+            )
+
+
+def _only_set(axes: int, memories: Array, values: Any, similarity: Similarity) -> Any:
+    """Takes the axes of memory sets, all of length one, off what has them."""
+
+    def taken(x: Array) -> Array:
+        return x.reshape(x.shape[axes:])
+
+    kernel = similarity.kernel
+    if kernel is not None and kernel.set_axes:
+        similarity = jax.tree.map(taken, similarity)
+    return taken(memories), None if values is None else taken(values), similarity
+
+
+def _used(mask: Array | None, rows: int, sets: int) -> Array | None:
+    """Which entries of the memories some query may use `(sets, M, 1)`, or `(1, ...)`.
+
+    Of a mask that broadcasts against `rows` axes of queries, the first `sets` of them
+    those of the memory sets.
+    """
     if mask is None:
         return None
-    mask = jnp.asarray(mask)
-    if mask.ndim <= len(sets) + 1:
-        return mask[..., None]
-    return mask.any(axis=tuple(range(len(sets), mask.ndim - 1)))[..., None]
+    mask = mask.reshape((1,) * (rows + 1 - mask.ndim) + mask.shape)
+    return mask.any(axis=tuple(range(sets, rows)))[..., None]
 
 
 class Row(NamedTuple):
