@@ -742,6 +742,11 @@ MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
             dict(similarity="dot"),
             "similarity must be one of Dot, .*got 'dot'",
         ),
+        (
+            retrieve,
+            dict(memories=jnp.ones((4, 5), "f"), query=jnp.ones(5, "f"), beta=1e40),
+            r"beta must be positive and finite in float32, got 1e\+40",
+        ),
         (retrieve, dict(query=jnp.ones((2, 3))), "have dimension 5, queries 3"),
         (retrieve, dict(query=jnp.float64(1)), "query must have shape"),
         (retrieve, dict(memories=jnp.ones(5)), r"memories must have .*got \(5,\)"),

@@ -385,15 +385,18 @@ def test_calls_outside_of_jit_compile_once(sep, compilations):
     assert len(compilations) == before
 
 
-@pytest.mark.parametrize("alpha", [0.9, 0.0, -1.0, np.nan, np.resize([1.5, 0.9], 20)])
-def test_alpha_below_one(alpha):
+@pytest.mark.parametrize(
+    "alpha", [0.9, 0.0, -1.0, np.nan, np.inf, np.resize([1.5, 0.9], 20)]
+)
+def test_alpha_out_of_range(alpha):
     z = normal(20, 9)
-    with pytest.raises(ValueError, match="alpha must be at least 1, got"):
+    rule = "finite" if np.all(np.isposinf(alpha)) else "at least 1"
+    with pytest.raises(ValueError, match=f"alpha must be {rule}, got"):
         Entmax(alpha)(z)
-    with pytest.raises(ValueError, match="alpha must be at least 1, got"):
+    with pytest.raises(ValueError, match=f"alpha must be {rule}, got"):
         Entmax(alpha).conjugate(z)
     p = weights(Entmax(alpha), z)
-    bad = np.broadcast_to(~(np.asarray(alpha) >= 1), 20)
+    bad = np.broadcast_to(~(np.asarray(alpha) >= 1) | np.isposinf(alpha), 20)
     np.testing.assert_array_equal(np.isnan(p).all(-1), bad)
     np.testing.assert_array_equal(np.isnan(p).any(-1), bad)
     np.testing.assert_array_equal(np.isnan(conjugate(Entmax(alpha), z)), bad)

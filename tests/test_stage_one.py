@@ -684,6 +684,23 @@ def test_many_ridges_share_one_decomposition(shape):
 
 # Bad input.
 
+SCALE_FREE = {
+    "loss": separation_loss,
+    "smallest separation": smallest_separation,
+    "sgd gram": lambda x: fit_sgd(x, rate=0.1, steps=3, path="gram")[1:3],
+    "sgd weights": lambda x: fit_sgd(x, rate=0.1, steps=3, path="weights")[1:3],
+    "annealed": lambda x: fit_annealed(KEY, x, steps=3, restarts=2)[1:3],
+}
+
+
+@pytest.mark.parametrize("function", SCALE_FREE.values(), ids=SCALE_FREE)
+@pytest.mark.parametrize("exponent", [-700, 600])
+def test_cosines_have_no_scale(function, exponent, standard_promotion):
+    memories = draw(M, D)
+    scaled = memories * 2.0**exponent
+    jax.tree.map(np.testing.assert_array_equal, function(scaled), function(memories))
+
+
 GOOD = np.random.default_rng(0).normal(size=(M, D))
 TWICE = GOOD[[0, 1, 2, 1]]
 METHODS = {
@@ -750,6 +767,8 @@ BAD_OPTIONS = [
     ("annealed", {"steps": 0}, "steps must be at least 1, got 0"),
     ("annealed", {"restarts": 0}, "restarts must be at least 1, got 0"),
     ("annealed", {"t_range": (0.0, 9.0)}, "t_range must be positive"),
+    ("annealed", {"t_range": (1.0,)}, r"t_range must be two numbers, got \(1.0,\)"),
+    ("annealed", {"t_range": 2.0}, "t_range must be two numbers, got 2.0"),
     ("annealed", {"learning_rate": 0.0}, "learning_rate must be positive"),
     ("closed form", {"ridge": -0.1}, "ridge must be at least 0, got -0.1"),
     ("closed form", {"ridge": np.nan}, "ridge must be at least 0, got nan"),

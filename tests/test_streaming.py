@@ -294,6 +294,10 @@ WRONG = [
         dict(memories=lambda: iter([MEMORIES]), values=lambda: iter([VALUES[:9]])),
         "values end before the memories, or after",
     ),
+    (
+        dict(memories=jnp.ones((3, D), "f"), query=jnp.ones(D, "f"), beta=1e40),
+        r"beta must be positive and finite in float32, got 1e\+40",
+    ),
     (dict(block=0), "block must be at least 1, got 0"),
     (dict(top=COUNT + 1), f"top must be at most {COUNT}, got {COUNT + 1}"),
     (dict(separation=TopK(COUNT + 1)), f"k must be at most {COUNT}"),
@@ -309,9 +313,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
 def test_wrong_input(change, message, untyped):
-    arguments = dict(memories=jnp.asarray(MEMORIES), beta=1.0) | change
+    arguments = dict(memories=jnp.asarray(MEMORIES), query=jnp.asarray(QUERY), beta=1.0)
     with pytest.raises(ValueError, match=message):
-        retrieve_streamed(query=jnp.asarray(QUERY), **arguments)
+        retrieve_streamed(**(arguments | change))
 
 
 def test_host_memories_inside_jit_are_refused():
@@ -360,6 +364,11 @@ def test_a_thousand_additions_compile_a_logarithmic_number_of_times(compilations
         (lambda m: m.add(np.ones(3)), r"patterns must have shape \(n, 6\), got \(3,\)"),
         (lambda m: m.add(np.ones(D), np.ones(2)), "the memory has no values"),
         (lambda m: m.add(np.full(D, np.nan)), "patterns must be finite"),
+        (
+            lambda m: Memory.empty(D, dtype=jnp.float16).add(np.full(D, 1e5)),
+            "patterns in float16 must be finite, got 6",
+        ),
+        (lambda m: Memory.empty(D, dtype=int), "dtype must be floating, got int64"),
         (
             lambda m: jax.jit(lambda m: m.add(np.ones(D))[0])(m),
             "add, remove and replace outside of jit",

@@ -74,30 +74,55 @@ def check_finite(name: str, x: Any, valid: Any = None) -> None:
         )
 
 
+def _numbers(name: str, value: Any) -> np.ndarray:
+    """A concrete number, or an array of them, in float64."""
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "OSUc":
+            return array.astype(np.float64)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"{name} must be a number, got {value!r}")
+
+
+def check_positive(name: str, value: Any, dtype: Any = np.float64) -> None:
+    """Refuses a concrete value that is not finite and above zero in `dtype`."""
+    if is_traced(value):
+        return
+    value = _numbers(name, value)
+    with np.errstate(over="ignore", under="ignore"):
+        used = value.astype(dtype)
+    bad = value[~(np.isfinite(used) & (used > 0))]
+    if bad.size:
+        known = np.isfinite(bad.flat[0]) and bad.flat[0] > 0
+        where = f" in {jnp.dtype(dtype)}" if known else ""
+        raise ValueError(
+            f"{name} must be positive and finite{where}, got {bad.flat[0]}"
+        )
+
+
+def as_scalar(name: str, value: Any, dtype: Any) -> Array:
+    """One positive number as an array of `dtype`."""
+    check_scalar(name, value)
+    check_positive(name, value, dtype)
+    return jnp.asarray(value).astype(dtype)
+
+
 def check_scalar(name: str, value: Any) -> None:
-    """Refuses anything but one number."""
-    if np.shape(value):
+    """Refuses an array of more than no axes."""
+    if np.ndim(value):
         raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Refuses a concrete value that is not finite and above zero everywhere."""
-    if is_traced(value):
-        return
-    value = np.asarray(value, dtype=np.float64)
-    bad = value[~(np.isfinite(value) & (value > 0))]
-    if bad.size:
-        raise ValueError(f"{name} must be positive and finite, got {bad.flat[0]}")
-
-
 def check_at_least(name: str, value: Any, least: float | int) -> None:
-    """Refuses a concrete value that is NaN or below `least` anywhere."""
+    """Refuses a concrete value that is not finite or below `least` anywhere."""
     if is_traced(value):
         return
-    value = np.asarray(value, dtype=np.float64)
-    bad = value[~(value >= least)]
+    value = _numbers(name, value)
+    bad = value[~((value >= least) & (value < np.inf))]
     if bad.size:
-        raise ValueError(f"{name} must be at least {least:g}, got {bad.flat[0]}")
+        rule = "finite" if bad.flat[0] == np.inf else f"at least {least:g}"
+        raise ValueError(f"{name} must be {rule}, got {bad.flat[0]}")
 
 
 def check_count(name: str, value: Any, least: int, most: int | None = None) -> None:

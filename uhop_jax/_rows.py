@@ -93,8 +93,9 @@ def model_of(
         values = values.astype(dtype)
         check_finite("values", values, used)
     observed = check_observed(observed, query)
-    check_positive("beta", beta)
-    beta = jnp.asarray(beta).astype(working_dtype(jnp.zeros((), dtype)))
+    working = working_dtype(jnp.zeros((), dtype))
+    check_positive("beta", beta, working)
+    beta = jnp.asarray(beta).astype(working)
     broadcast_rows("beta", beta, rows)
     for leaf in jax.tree.leaves(separation):
         broadcast_rows("alpha", leaf, rows)

@@ -12,10 +12,12 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import (
     as_floating,
+    as_scalar,
     broadcast_rows,
     check_choice,
     check_count,
     check_positive,
+    working_dtype,
 )
 from uhop_jax._products import gram_matrix
 
@@ -64,12 +66,13 @@ def separation_loss(
         raise ValueError(f"features must have shape (..., M, D), got {features.shape}")
     check_choice("separation loss", kind, LOSSES)
     check_choice("pairs", pairs, PAIRS)
-    check_positive("t", t)
+    t = as_scalar("t", t, working_dtype(features))
     if where is not None:
         where = broadcast_rows("where", where, features.shape[:-1])
         features = jnp.where(where[..., None], features, 0.0)
+    if normalize:
+        features = scaled_rows(features)
     gram = gram_matrix(features)
-    t = jnp.asarray(t).astype(gram.dtype)
     return loss_of_gram(gram, Loss(kind, normalize, pairs), t, where)
 
 
@@ -139,7 +142,20 @@ def smallest_separation(
         raise ValueError(
             f"features must be at least two rows, got shape {features.shape}"
         )
-    return delta_min_of_gram(gram_matrix(features))
+    return delta_min_of_gram(gram_matrix(scaled_rows(features)))
+
+
+def scaled_rows(x: Array) -> Array:
+    """Rows times powers of two, their largest components near one, in at least float32.
+
+    Cosines do not change, not even in rounding, and products of tiny or huge rows
+    neither vanish nor overflow.
+    """
+    x = x.astype(working_dtype(x))
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0))
+    limit = jnp.finfo(x.dtype).maxexp - 2  # no power of two is subnormal
+    exponent = lax.stop_gradient(jnp.clip(exponent, -limit, limit))
+    return x * jnp.ldexp(jnp.ones((), x.dtype), -exponent)
 
 
 class Loss(NamedTuple):

@@ -58,11 +58,13 @@ class Memory:
           dtype: of both; None is the default float.
 
         Raises:
-          ValueError: if a number is below 1.
+          ValueError: if a number is below 1, or the dtype is not floating.
         """
         check_count("dimension", dimension, 1)
         check_count("capacity", capacity, 1)
         dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"dtype must be floating, got {dtype}")
         values = None
         if value_dimension is not None:
             check_count("value_dimension", value_dimension, 1)
@@ -168,8 +170,9 @@ class Memory:
                     f"{name} must have shape (n, {slots.shape[-1]}), got {x.shape}"
                 )
             check_finite(name, x)
-            flat = np.asarray(x).reshape(-1, x.shape[-1])
-            found.append(flat.astype(slots.dtype))
+            x = x.astype(slots.dtype)
+            check_finite(f"{name} in {x.dtype}", x)
+            found.append(np.asarray(x).reshape(-1, x.shape[-1]))
         rows, value_rows = found
         assert rows is not None
         if value_rows is not None and len(value_rows) != len(rows):

@@ -198,9 +198,10 @@ class Entmax(Separation):
     1`).
 
     Attributes:
-      alpha: index, at least 1; a number or an array that broadcasts against the leading
-        axes of the overlaps (one a row, one a head). Under `jax.jit`, where it cannot
-        be checked, an `alpha` below 1 gives NaN. To learn it, see `bounded_alpha`.
+      alpha: index, at least 1 and finite; a number or an array that broadcasts against
+        the leading axes of the overlaps (one a row, one a head). Under `jax.jit`, where
+        it cannot be checked, any other `alpha` gives NaN. To learn it, see
+        `bounded_alpha`.
       power: static; a `Power` that serves every `alpha` to come, as layers know it.
         None compiles all three and chooses when it sees `alpha`: 1.5 and 2 need no
         transcendental functions.
@@ -225,12 +226,16 @@ class Entmax(Separation):
         return entmax_conjugate(z, self._aligned(z))
 
     def _aligned(self, z: Array) -> Array:
-        """`alpha` in the dtype of `z` with as many axes, NaN where it is below 1."""
-        alpha = jnp.asarray(self.alpha).astype(z.dtype)
-        alpha = jnp.where(alpha >= 1, alpha, jnp.nan)
+        """`alpha` in the dtype of `z` with as many axes, NaN where it is wrong."""
+        alpha = valid_alpha(jnp.asarray(self.alpha).astype(z.dtype))
         if alpha.ndim == 0:
             return alpha.reshape((1,) * z.ndim)
         return broadcast_rows("alpha", alpha, z.shape[:-1])[..., None]
+
+
+def valid_alpha(alpha: Array) -> Array:
+    """NaN where it is below 1 or infinite: those have no weights."""
+    return jnp.where((alpha >= 1) & (alpha < jnp.inf), alpha, jnp.nan)
 
 
 def bounded_alpha(

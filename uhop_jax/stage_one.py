@@ -25,19 +25,27 @@ from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
 
 from uhop_jax._checks import (
     as_floating,
+    as_scalar,
     broadcast_rows,
     check_at_least,
     check_choice,
     check_count,
     check_finite,
     check_memory_set,
-    check_positive,
+    check_scalar,
     is_traced,
     working_dtype,
 )
 from uhop_jax._products import contract, gram_matrix
 from uhop_jax.kernels import LinearKernel, LowRankKernel
-from uhop_jax.losses import LOSSES, PAIRS, Loss, delta_min_of_gram, loss_of_gram
+from uhop_jax.losses import (
+    LOSSES,
+    PAIRS,
+    Loss,
+    delta_min_of_gram,
+    loss_of_gram,
+    scaled_rows,
+)
 
 Fitted = LinearKernel | LowRankKernel
 
@@ -162,7 +170,8 @@ def fit_sgd(
       memories: stored patterns, one per row.
       rate: step size in units of `d`: `W` moves by `rate * d` times the gradient, so
         the paper's learning rate is `rate * d` and one rate means the same for every
-        `d`. A number, or an Optax schedule.
+        `d`. A number, one for each step, or an Optax schedule; a negative rate climbs,
+        as half of the runs behind the paper's scatter plot do.
       steps: number of updates; 0 returns the start.
       momentum: heavy-ball momentum, in `[0, 1)`.
       start: kernel to begin with; None is `identity_start`. The Gram path needs one
@@ -186,6 +195,7 @@ def fit_sgd(
         memories, steps, start, kind, t, normalize, pairs, snapshots
     )
     check_choice("path", path, ("auto", "gram", "weights"))
+    check_scalar("momentum", momentum)
     check_at_least("momentum", momentum, 0)
     if not is_traced(momentum) and np.any(np.asarray(momentum) >= 1):
         raise ValueError(f"momentum must be below 1, got {momentum}")
@@ -218,7 +228,6 @@ def _stage_one_arguments(
     check_choice("separation loss", kind, LOSSES)
     check_choice("pairs", pairs, PAIRS)
     check_count("steps", steps, 0)
-    check_positive("t", t)
     marks = tuple(snapshots)
     for mark in marks:
         check_count("snapshots", mark, 0, steps)
@@ -236,7 +245,7 @@ def _stage_one_arguments(
             f"start has {start.set_axes} axes of memory sets, memories have {sets}"
         )
     start = jax.tree.map(lambda x: x.astype(memories.dtype), start)
-    t = jnp.asarray(t).astype(memories.dtype)
+    t = as_scalar("t", t, memories.dtype)
     return Loss(kind, normalize, pairs), memories, start, t, marks
 
 
@@ -286,6 +295,8 @@ def _fit_weights(
     center = _center(start)
     if center is not None:
         memories = memories - center[None]
+    if loss.normalize:  # the loss as a function of W is the same
+        memories = scaled_rows(memories)
 
     def body(carry, step):
         weights, state, slots = carry
@@ -331,6 +342,8 @@ def _fit_gram(
     \Xi^T (2 E S) \Xi` with `S` the symmetric part of :math:`dL/dQ`.
     """
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    if loss.normalize:  # the loss as a function of W is the same
+        memories = scaled_rows(memories)
     first = start.memory_features(memories)
     A, G = gram_matrix(first), gram_matrix(memories)
     identity = jnp.eye(G.shape[-1], dtype=G.dtype)

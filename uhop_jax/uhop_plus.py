@@ -14,13 +14,13 @@ from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
 
 from uhop_jax._checks import (
     as_floating,
+    as_scalar,
     check_count,
     check_memory_set,
-    check_positive,
     working_dtype,
 )
 from uhop_jax.kernels import LinearKernel
-from uhop_jax.losses import Loss
+from uhop_jax.losses import Loss, scaled_rows
 from uhop_jax.stage_one import StageOne, descend
 
 
@@ -65,8 +65,8 @@ def fit_annealed(
       ValueError: as in `fit`.
     """
     check_count("restarts", restarts, 1)
-    check_positive("t_range", t_range)
-    check_positive("learning_rate", learning_rate)
+    if not hasattr(t_range, "__len__") or len(t_range) != 2:
+        raise ValueError(f"t_range must be two numbers, got {t_range}")
     memories = as_floating(memories, "memories")
     if memories.ndim < 2:
         raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
@@ -77,21 +77,24 @@ def fit_annealed(
     check_count("features", features, 1)
     check_count("steps", steps, 1)
     check_memory_set(memories)
-    ts = jnp.geomspace(*t_range, steps + 1)
+    memories = memories.astype(working_dtype(memories))
+    first, last = (as_scalar("t_range", t, memories.dtype) for t in t_range)
+    learning_rate = as_scalar("learning_rate", learning_rate, memories.dtype)
+    ts = jnp.geomspace(first, last, steps + 1)
 
     def run(memories: Array, keys: Array) -> StageOne:
         return _fit_annealed(memories, keys, ts, learning_rate, features)
 
     for _ in sets:
         run = jax.vmap(run)
-    return run(memories.astype(working_dtype(memories)), keys)
+    return run(memories, keys)
 
 
 @functools.partial(jax.jit, static_argnames="features")
 def _fit_annealed(
     memories: Array, keys: Array, ts: Array, learning_rate: ArrayLike, features: int
 ) -> StageOne:
-    basis, coordinates = jnp.linalg.qr(memories.T)  # (d, r) and (r, M)
+    basis, coordinates = jnp.linalg.qr(scaled_rows(memories).T)  # (d, r) and (r, M)
     memories = coordinates.T
     M, r = memories.shape
     D = min(features, M)

@@ -139,7 +139,6 @@ def retrieve_streamed(
     query = as_floating(query, "query")
     observed = check_observed(observed, query)
     check_finite("query", query, observed)
-    check_positive("beta", beta)
     stored: Any = Stored if isinstance(memories, jax.Array) else Read
     source = stored.of(memories, values, mask)
     check_patterns(source.sample, query, similarity)
@@ -164,6 +163,7 @@ def retrieve_streamed(
         observed = jnp.broadcast_to(observed, query.shape).reshape(number, d)
     dtype = wider_dtype(source.sample, query, *source.more)
     working = working_dtype(jnp.zeros((), dtype))
+    check_positive("beta", beta, working)
 
     def each(name: str, x: Any) -> Array:
         return broadcast_rows(name, x, rows).astype(working).reshape(number)

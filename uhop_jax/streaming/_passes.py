@@ -21,6 +21,7 @@ from uhop_jax.separation import (
     Softmax1,
     Sparsemax,
     TopK,
+    valid_alpha,
 )
 from uhop_jax.similarity import Cosine, Dot, Similarity
 
@@ -264,7 +265,7 @@ def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
     """`alpha - 1` of each query `(Q, 1)`, and how powers are taken."""
     if isinstance(separation, Sparsemax):
         return jnp.ones_like(like)[:, None], Power.LINEAR
-    e = jnp.where(separation.alpha >= 1, separation.alpha, jnp.nan)[:, None] - 1
+    e = valid_alpha(separation.alpha)[:, None] - 1
     power = separation.power
     return e, run_time_power(e) if power is None else Power(power)
 

@@ -9,8 +9,6 @@ from jaxtyping import Array, ArrayLike
 from uhop_jax._checks import (
     as_floating,
     check_finite,
-    check_positive,
-    check_scalar,
     working_dtype,
 )
 from uhop_jax.kernels import Centering, Kernel, LinearKernel, LowRankKernel
@@ -94,12 +92,6 @@ def checked_memories(
         )
     check_finite("memories", memories)
     return memories.astype(working_dtype(memories))
-
-
-def as_scalar(name: str, value: ArrayLike, dtype: Any) -> Array:
-    check_scalar(name, value)
-    check_positive(name, value)
-    return jnp.asarray(value).astype(dtype)
 
 
 def slope_of(similarity: Similarity) -> float:

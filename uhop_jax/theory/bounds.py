@@ -9,6 +9,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 
 from uhop_jax._checks import (
     as_floating,
+    as_scalar,
     check_at_least,
     check_count,
     check_finite,
@@ -26,7 +27,6 @@ from uhop_jax.similarity import (
     check_patterns,
 )
 from uhop_jax.theory._geometry import (
-    as_scalar,
     ball_separation,
     check_linear,
     checked_memories,

@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import (
     as_floating,
+    as_scalar,
     check_at_least,
     check_count,
     check_key,
@@ -29,7 +30,6 @@ from uhop_jax.similarity import (
     Similarity,
 )
 from uhop_jax.theory._geometry import (
-    as_scalar,
     check_linear,
     checked_memories,
     divide,
