@@ -296,8 +296,11 @@ def test_masks_broadcast(shape):
     assert (jnp.where(mask, 0.0, result.weights) == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(3,), (2,), (2, 1), (2, 3), (1, 3)])
-def test_masks_broadcast_over_memory_sets(shape):
+@pytest.mark.parametrize(
+    ("shape", "query_0_of_set_1"),
+    [((3,), (0,)), ((2,), (0,)), ((2, 1), (1, 0)), ((2, 3), (1, 0)), ((1, 3), (0, 0))],
+)
+def test_masks_broadcast_over_memory_sets(shape, query_0_of_set_1):
     memories, query = normal(2, COUNT, DIMENSION), normal(2, 3, DIMENSION, seed=5)
     if shape == (2,):
         query = query[:, :2]  # as many queries as sets
@@ -308,7 +311,7 @@ def test_masks_broadcast_over_memory_sets(shape):
     expected = retrieve(memories, query, beta=2.0, mask=full).state
     result = retrieve(broken, query, beta=2.0, mask=mask, values=broken).state
     assert_close(result, expected)
-    one_sees_it = mask.at[(-1,) * len(shape) + (0,)].set(True)
+    one_sees_it = mask.at[(*query_0_of_set_1, 0)].set(True)
     for name, options in [("memories", {}), ("values", {"values": broken})]:
         with pytest.raises(ValueError, match=f"{name} must be finite, got {DIMENSION}"):
             retrieve(

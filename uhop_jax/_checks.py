@@ -148,6 +148,28 @@ def check_rate(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be in [0, 1), got {value!r}")
 
 
+def as_counts(name: str, values: Any, least: int, most: int) -> tuple[int, ...]:
+    """Several integers in `[least, most]`."""
+    try:
+        counts = tuple(values)
+    except TypeError:
+        raise ValueError(
+            f"{name} must be a sequence of integers, got {values!r}"
+        ) from None
+    for count in counts:
+        check_count(name, count, least, most)
+    return counts
+
+
+def as_boolean(name: str, x: Any, meaning: str = "") -> Array:
+    """A boolean array; integers are refused, which may be weights or positions."""
+    array = np.asarray(x) if isinstance(x, str) else jnp.asarray(x)
+    if array.dtype != jnp.bool_:
+        meaning = f" ({meaning})" if meaning else ""
+        raise ValueError(f"{name} must be boolean{meaning}, got dtype {array.dtype}")
+    return jnp.asarray(array)
+
+
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Refuses a name that is not among the choices, and lists them."""
     choices = tuple(choices)

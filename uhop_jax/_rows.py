@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from uhop_jax._checks import (
+    as_boolean,
     as_floating,
     broadcast_rows,
     check_finite,
@@ -23,10 +24,8 @@ from uhop_jax._checks import (
 )
 from uhop_jax._products import weigh
 from uhop_jax.kernels import Kernel
-from uhop_jax.separation import SEPARATIONS, Separation
+from uhop_jax.separation import Separation, check_separation
 from uhop_jax.similarity import Similarity, check_observed, check_patterns
-
-_CLASSES = tuple(SEPARATIONS.values())
 
 
 class Model(NamedTuple):
@@ -49,12 +48,7 @@ _ROW_AXES = {"query": 1, "mask": 1, "observed": 1, "beta": 0, "separation": 0}
 def model_of(
     memories, query, beta, separation, similarity, values, mask, observed
 ) -> Model:
-    if not isinstance(separation, Separation):
-        raise ValueError(
-            f"separation must be one of {', '.join(c.__name__ for c in _CLASSES)}, "
-            f"got {separation!r}"
-        )
-    separation.check()
+    check_separation(separation)
     memories = as_floating(memories, "memories")
     query = as_floating(query, "query")
     check_patterns(memories, query, similarity)
@@ -79,12 +73,7 @@ def model_of(
         )
     rows = query.shape[:-1]
     if mask is not None:
-        mask = jnp.asarray(mask)
-        if mask.dtype != jnp.bool_:
-            raise ValueError(
-                "mask must be boolean (true for valid memories), got dtype "
-                f"{mask.dtype}"
-            )
+        mask = as_boolean("mask", mask, "true for valid memories")
         broadcast_rows("mask", mask, (*rows, memories.shape[-2]))
     used = _used(mask, len(rows), len(sets))
     dtype = wider_dtype(memories, query)

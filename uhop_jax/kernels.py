@@ -39,6 +39,10 @@ class Kernel(abc.ABC):
     def set_axes(self) -> int:
         """Number of leading axes, one kernel for each memory set."""
 
+    def check(self) -> None:
+        """Raises `ValueError` if its numbers are no arrays or do not fit together."""
+        return
+
     @abc.abstractmethod
     def memory_features(
         self,
@@ -67,6 +71,11 @@ class LinearKernel(Kernel):
 
     weights: Float[Array, "*sets D d"]
     center: Float[Array, "*sets d"] | None = None
+
+    def check(self):
+        *sets, _, d = _shape_of(self, "weights", "D", "d")
+        if self.center is not None:
+            _check_shape(self, "center", (*sets, d))
 
     @property
     def dimension(self) -> int:
@@ -104,6 +113,11 @@ class LowRankKernel(Kernel):
     scale: Float[Array, "*sets"]
     left: Float[Array, "*sets d r"]
     right: Float[Array, "*sets r d"]
+
+    def check(self):
+        *sets, r, d = _shape_of(self, "right", "r", "d")
+        _check_shape(self, "left", (*sets, d, r))
+        _check_shape(self, "scale", tuple(sets))
 
     @property
     def dimension(self) -> int:
@@ -143,6 +157,9 @@ class Centering(Kernel):
     """
 
     center: Float[Array, "*sets d"]
+
+    def check(self):
+        _shape_of(self, "center", "d")
 
     @property
     def dimension(self) -> int:
@@ -226,6 +243,30 @@ class LikelihoodKernel(Kernel):
         if observed is not None:
             features = jnp.where(observed[..., None], features, 0.0)
         return features.reshape(*query.shape[:-1], -1)
+
+
+def _shape_of(kernel: Kernel, name: str, *axes: str) -> tuple[int, ...]:
+    """The shape of a field, a floating array with at least these axes."""
+    x = getattr(kernel, name)
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        got = f"dtype {x.dtype}" if hasattr(x, "dtype") else repr(x)
+        raise ValueError(
+            f"{name} of {type(kernel).__name__} must be a floating array, got {got}"
+        )
+    if len(x.shape) < len(axes):
+        raise ValueError(
+            f"{name} of {type(kernel).__name__} must have shape "
+            f"({', '.join(('...', *axes))}), got {x.shape}"
+        )
+    return x.shape
+
+
+def _check_shape(kernel: Kernel, name: str, shape: tuple[int, ...]) -> None:
+    if _shape_of(kernel, name) != shape:
+        raise ValueError(
+            f"{name} of {type(kernel).__name__} must have shape {shape}, got "
+            f"{getattr(kernel, name).shape}"
+        )
 
 
 def bins(x: Float[Array, "*shape"], edges: Float[Array, " n"]) -> Int[Array, "*shape"]:

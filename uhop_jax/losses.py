@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import (
+    as_boolean,
     as_floating,
     as_scalar,
     broadcast_rows,
@@ -68,6 +69,7 @@ def separation_loss(
     check_choice("pairs", pairs, PAIRS)
     t = as_scalar("t", t, working_dtype(features))
     if where is not None:
+        where = as_boolean("where", where, "true for valid patterns")
         where = broadcast_rows("where", where, features.shape[:-1])
         features = jnp.where(where[..., None], features, 0.0)
     if normalize:

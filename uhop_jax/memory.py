@@ -141,7 +141,15 @@ class Memory:
         return _free(self, self._in_use(slots))
 
     def retrieve(self, query: Float[Array, "*batch d"], **options: Any) -> Retrieval:
-        """`uhop_jax.retrieve` from the slots in use; `options` as there, but `mask`."""
+        """`uhop_jax.retrieve` from the slots in use; `options` as there.
+
+        Raises:
+          ValueError: if they name `mask` or `values`, which are the memory's own; or as
+            there.
+        """
+        for name in ("mask", "values"):
+            if name in options:
+                raise ValueError(f"{name} must be left out: the memory has its own")
         return retrieve(
             self.patterns, query, values=self.values, mask=self.used, **options
         )

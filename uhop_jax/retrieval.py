@@ -29,15 +29,16 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import (
+    as_scalar,
     check_count,
-    check_positive,
     working_dtype,
 )
 from uhop_jax._rows import Model, Row, model_of, over_rows
-from uhop_jax.separation import Separation, Softmax
+from uhop_jax.separation import Separation, Softmax, check_separation
 from uhop_jax.similarity import (
     Dot,
     Similarity,
+    check_similarity,
 )
 
 
@@ -174,7 +175,7 @@ def converge(
     check_iterable(model.similarity)
     if tolerance is None:
         tolerance = 16 * float(jnp.finfo(working_dtype(model.query)).eps)
-    check_positive("tolerance", tolerance)
+    tolerance = as_scalar("tolerance", tolerance, working_dtype(model.query))
     return _converge(model, max_steps, tolerance)
 
 
@@ -260,7 +261,13 @@ def energy(
 
 
 def has_energy(separation: Separation, similarity: Similarity) -> bool:
-    """Whether the model has an energy that its update never raises."""
+    """Whether the model has an energy that its update never raises.
+
+    Raises:
+      ValueError: if either is of another type.
+    """
+    check_separation(separation)
+    check_similarity(similarity)
     return (
         separation.has_conjugate
         and similarity.has_energy()

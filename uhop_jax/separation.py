@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from uhop_jax._checks import (
+    as_boolean,
     as_floating,
     broadcast_rows,
     check_at_least,
@@ -119,9 +120,7 @@ class Separation(abc.ABC):
             raise ValueError("z must have at least one axis, got a scalar")
         z = z.astype(working_dtype(z))
         if where is not None:
-            where = jnp.asarray(where)
-            if where.dtype != jnp.bool_:
-                raise ValueError(f"where must be boolean, got dtype {where.dtype}")
+            where = as_boolean("where", where)
             z = jnp.where(broadcast_rows("where", where, z.shape), z, -jnp.inf)
         return z, dtype
 
@@ -407,6 +406,14 @@ SEPARATIONS: dict[str, type[Separation]] = {
 }
 
 
+def check_separation(separation: Any) -> None:
+    """Refuses what is no separation, or has a parameter out of range."""
+    if not isinstance(separation, Separation):
+        names = ", ".join(c.__name__ for c in SEPARATIONS.values())
+        raise ValueError(f"separation must be one of {names}, got {separation!r}")
+    separation.check()
+
+
 def separation_from_name(name: str, **parameters: Any) -> Separation:
     """The separation of that name, as configs and command lines spell it.
 
@@ -415,7 +422,14 @@ def separation_from_name(name: str, **parameters: Any) -> Separation:
       **parameters: its fields, such as `alpha`.
 
     Raises:
-      ValueError: if the name is unknown (the choices are listed).
+      ValueError: if the name, or that of a field, is unknown (the choices are listed).
     """
     check_choice("separation", name, SEPARATIONS)
+    fields = [field.name for field in dataclasses.fields(SEPARATIONS[name])]  # type: ignore[arg-type]
+    for parameter in parameters:
+        if parameter not in fields:
+            raise ValueError(
+                f"unknown parameter {parameter!r} of {name}, which has "
+                f"{', '.join(fields) or 'none'}"
+            )
     return SEPARATIONS[name](**parameters)

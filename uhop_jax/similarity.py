@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from uhop_jax._checks import (
+    as_boolean,
     as_floating,
     broadcast_rows,
     check_choice,
@@ -346,13 +347,18 @@ def _squared_distance_jvp(primals, tangents):
     return _squared_distance(keys, state, seen), 2 * tangent
 
 
-def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
-    """Refuses memories, queries and similarities that do not fit one another."""
+def check_similarity(similarity: Any) -> None:
+    """Refuses what is no similarity."""
     if not isinstance(similarity, Similarity):
         raise ValueError(
             f"similarity must be one of {', '.join(c.__name__ for c in _CLASSES)}, "
             f"got {similarity!r}"
         )
+
+
+def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
+    """Refuses memories, queries and similarities that do not fit one another."""
+    check_similarity(similarity)
     if memories.ndim < 2 or 0 in memories.shape:
         raise ValueError(
             "memories must have shape (M, d), one pattern per row and at least one, "
@@ -372,6 +378,7 @@ def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
             "kernel must be a Kernel such as LinearKernel(weights), got "
             f"{type(kernel).__name__}"
         )
+    kernel.check()
     if kernel.dimension != memories.shape[-1]:
         raise ValueError(
             f"kernel maps dimension {kernel.dimension}, memories have dimension "
@@ -388,12 +395,7 @@ def check_observed(observed: Any, query: Array) -> Array | None:
     """Refuses an `observed` that is not boolean or does not broadcast to the query."""
     if observed is None:
         return None
-    observed = jnp.asarray(observed)
-    if observed.dtype != jnp.bool_:
-        raise ValueError(
-            "observed must be boolean (true where the query is known), got dtype "
-            f"{observed.dtype}"
-        )
+    observed = as_boolean("observed", observed, "true where the query is known")
     broadcast_rows("observed", observed, query.shape)
     return observed
 

@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
 
 from uhop_jax._checks import (
+    as_counts,
     as_floating,
     as_scalar,
     broadcast_rows,
@@ -31,6 +32,7 @@ from uhop_jax._checks import (
     check_choice,
     check_count,
     check_finite,
+    check_key,
     check_memory_set,
     check_scalar,
     is_traced,
@@ -77,6 +79,7 @@ def gaussian_start(
       features: `D`, by default `d`. The noise that the random projection adds to every
         overlap falls as `1 / sqrt(D)`.
     """
+    check_key(key)
     check_count("dimension", dimension, 1)
     features = dimension if features is None else features
     check_count("features", features, 1)
@@ -137,6 +140,10 @@ def fit(
     loss, memories, start, t, marks = _stage_one_arguments(
         memories, steps, start, kind, t, normalize, pairs, snapshots
     )
+    if not callable(getattr(optimizer, "update", None)):
+        raise ValueError(
+            f"optimizer must be an Optax transformation, got {optimizer!r}"
+        )
     run = functools.partial(
         _fit_weights, loss, optimizer, steps, len(marks), normalize_rows
     )
@@ -228,15 +235,19 @@ def _stage_one_arguments(
     check_choice("separation loss", kind, LOSSES)
     check_choice("pairs", pairs, PAIRS)
     check_count("steps", steps, 0)
-    marks = tuple(snapshots)
-    for mark in marks:
-        check_count("snapshots", mark, 0, steps)
+    marks = as_counts("snapshots", snapshots, 0, steps)
     memories = as_floating(memories, "memories")
     check_memory_set(memories)
     memories = memories.astype(working_dtype(memories))
     d = memories.shape[-1]
     if start is None:
         start = identity_start(d)
+    if not isinstance(start, Fitted):
+        raise ValueError(
+            "start must be a LinearKernel or a LowRankKernel, got "
+            f"{type(start).__name__}"
+        )
+    start.check()
     if start.dimension != d:
         raise ValueError(f"start maps dimension {start.dimension}, memories have {d}")
     sets = memories.ndim - 2
@@ -261,7 +272,8 @@ def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
     """Step sizes `(steps,)` of a number or a schedule."""
     if callable(rate):
         rate = jax.vmap(rate)(jnp.arange(steps))
-    check_finite("rate", jnp.asarray(rate))
+    rate = as_floating(rate, "rate")
+    check_finite("rate", rate)
     return broadcast_rows("rate", rate, (steps,))
 
 

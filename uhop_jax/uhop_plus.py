@@ -16,6 +16,7 @@ from uhop_jax._checks import (
     as_floating,
     as_scalar,
     check_count,
+    check_key,
     check_memory_set,
     working_dtype,
 )
@@ -64,6 +65,7 @@ def fit_annealed(
     Raises:
       ValueError: as in `fit`.
     """
+    check_key(key)
     check_count("restarts", restarts, 1)
     if not hasattr(t_range, "__len__") or len(t_range) != 2:
         raise ValueError(f"t_range must be two numbers, got {t_range}")

@@ -12,7 +12,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax.kernels import Centering, Kernel, LinearKernel, LowRankKernel
-from uhop_jax.separation import Separation
+from uhop_jax.separation import Separation, check_separation
 from uhop_jax.similarity import (
     Cosine,
     Dot,
@@ -104,7 +104,7 @@ def slope_of(similarity: Similarity) -> float:
 
 
 def margin_of(separation: Separation) -> ArrayLike:
-    separation.check()
+    check_separation(separation)
     if not separation.has_conjugate:
         raise ValueError(
             f"no margin makes the weights of {type(separation).__name__} one-hot"
@@ -121,6 +121,8 @@ def check_linear(kernel: Kernel | None) -> None:
             "kernel must be a LinearKernel, LowRankKernel, Centering or None, got "
             f"{type(kernel).__name__}"
         )
+    if kernel is not None:
+        kernel.check()
     if kernel is not None and kernel.set_axes:
         raise ValueError(
             f"kernel must be one, got {kernel.set_axes} axes of memory sets"

@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 from uhop_jax._checks import (
     as_floating,
     as_scalar,
+    broadcast_rows,
     check_at_least,
     check_count,
     check_finite,
@@ -84,14 +85,13 @@ def log_rbf(
     Raises:
       ValueError: if `scale` is not positive, or shapes do not fit.
     """
-    check_positive("scale", scale)
     memories = checked_memories(memories, similarity, features=True)
     query = as_floating(query, "query")
     check_patterns(memories, query, similarity)
     query = query.astype(working_dtype(query))
     keys, state = similarity.keys(memories), similarity.state(query)
     squared = NegativeSquaredL2()(keys, state)
-    return squared * jnp.asarray(scale).astype(squared.dtype)
+    return squared * as_scalar("scale", scale, squared.dtype)
 
 
 def pattern_separation(
@@ -121,7 +121,8 @@ def pattern_separation(
       ValueError: if `distance` is negative or `similarity` has no ball, there are fewer
         than two memories, or shapes do not fit.
     """
-    centre = isinstance(distance, (int, float)) and distance == 0
+    known = not is_traced(distance) and jnp.ndim(distance) == 0
+    centre = known and bool(distance == 0)
     memories = checked_memories(memories, similarity, features=not centre)
     reach = jnp.zeros((), memories.dtype)
     if not centre:
@@ -406,8 +407,8 @@ def representation(
     check_finite("features", features)
     check_positive("target", target)
     beta = as_scalar("beta", beta, dtype)
-    check_positive("scale", scale)
-    scale = jnp.broadcast_to(jnp.asarray(scale).astype(dtype), (count,))
+    check_positive("scale", scale, dtype)
+    scale = broadcast_rows("scale", jnp.asarray(scale).astype(dtype), (count,))
     if not is_traced(target):
         sums = target.sum(0)
         worst = sums[jnp.argmax(jnp.abs(sums - 1))]

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import (
+    as_counts,
     as_floating,
     as_scalar,
     check_at_least,
     check_count,
     check_key,
     check_on_host,
-    check_positive,
     working_dtype,
 )
 from uhop_jax.retrieval import converge
@@ -150,10 +150,9 @@ def capacity(
     patterns, run = _storage_test(
         key, patterns, beta, separation, similarity, samples, max_steps, tolerance
     )
+    sizes = as_counts("sizes", sizes, 2, patterns.shape[0])
     if not sizes:
         raise ValueError("sizes must name at least one number of memories, got none")
-    for size in sizes:
-        check_count("sizes", size, 2, patterns.shape[0])
     index = jnp.arange(patterns.shape[0])
     counts = [int(run(index < size).stored.sum()) for size in sizes]
     full = [size for size, count in zip(sizes, counts, strict=True) if count == size]
@@ -205,7 +204,7 @@ def _storage_test(
     beta = as_scalar("beta", beta, memories.dtype)
     check_count("samples", samples, 1)
     check_count("max_steps", max_steps, 1)
-    check_positive("tolerance", tolerance)
+    tolerance = as_scalar("tolerance", tolerance, memories.dtype)
     image = image_of(similarity.kernel)
 
     def run(mask: Array) -> Stored:
@@ -297,15 +296,14 @@ def metastable_size(
       A number for each state; 1 is a pattern retrieved alone.
 
     Raises:
-      ValueError: if `threshold` is negative.
+      ValueError: if `threshold` is negative, or the weights are one number.
     """
     check_at_least("threshold", threshold, 0.0)
-    weights = as_floating(weights, "weights")
+    weights = _checked_weights(weights)
     threshold = jnp.asarray(threshold).astype(weights.dtype)
     return (weights > threshold).sum(-1, dtype=jnp.int32)
 
 
-@jax.jit
 def effective_memories(weights: Float[Array, "*batch M"]) -> Float[Array, "*batch"]:
     r"""The participation ratio :math:`(\sum p)^2 / \sum p^2`, a soft `metastable_size`.
 
@@ -314,8 +312,22 @@ def effective_memories(weights: Float[Array, "*batch M"]) -> Float[Array, "*batc
 
     Returns:
       From 1 (one memory) to `M` (all alike); zero for a row without any weight.
+
+    Raises:
+      ValueError: if the weights are one number.
     """
+    return _participation_ratio(_checked_weights(weights))
+
+
+def _checked_weights(weights: Any) -> Array:
     weights = as_floating(weights, "weights")
+    if weights.ndim < 1:
+        raise ValueError("weights must have shape (..., M), got one number")
+    return weights
+
+
+@jax.jit
+def _participation_ratio(weights: Array) -> Array:
     weights = weights.astype(working_dtype(weights))
     top = weights.max(-1, keepdims=True, initial=0.0)
     weights = weights / jnp.where(top == 0, 1.0, top)

@@ -1,0 +1,204 @@
+"""Wrong input of every public function is refused in one sentence that names it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import uhop_jax as uj
+from uhop_jax import theory
+
+KEY = jax.random.key(0)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
+ONES = np.ones(3)
+MEMORY = uj.Memory.empty(3).add(X)[0]
+
+
+def retrieving(**options):
+    return lambda: uj.retrieve(X, X, **({"beta": 1.0} | options))
+
+
+def fitting(**options):
+    return lambda: uj.fit_sgd(X, **({"rate": 0.1, "steps": 2} | options))
+
+
+def with_kernel(make):
+    return lambda: retrieving(similarity=uj.Dot(make()))()
+
+
+CASES = [
+    # One number, and not a name.
+    (retrieving(beta="a"), "beta must be a number, got 'a'"),
+    (lambda: uj.Entmax("a")(X), "alpha must be a number, got 'a'"),
+    (lambda: uj.Entmax(None)(X), "alpha must be a number, got None"),
+    (fitting(t=ONES), r"t must be one number, got shape \(3,\)"),
+    (fitting(momentum=ONES / 2), r"momentum must be one number, got shape \(3,\)"),
+    (
+        lambda: uj.separation_loss(X[None], t=jnp.asarray([1.0, 2.0])),
+        r"t must be one number, got shape \(2,\)",
+    ),
+    (
+        lambda: uj.converge(X, X, beta=1.0, tolerance=ONES),
+        r"tolerance must be one number, got shape \(3,\)",
+    ),
+    (
+        lambda: uj.fit_annealed(KEY, X, learning_rate=ONES),
+        r"learning_rate must be one number, got shape \(3,\)",
+    ),
+    (
+        lambda: theory.log_rbf(X, X, scale=ONES),
+        r"scale must be one number, got shape \(3,\)",
+    ),
+    (
+        lambda: theory.stored(KEY, X, beta=1.0, tolerance=ONES),
+        r"tolerance must be one number, got shape \(3,\)",
+    ),
+    (
+        lambda: theory.pattern_separation(X, distance="a"),
+        "distance must be a number, got 'a'",
+    ),
+    # Arrays and sequences.
+    (retrieving(mask="yes"), "mask must be boolean .* got dtype <U3"),
+    (fitting(rate="a"), "rate must be a numeric array"),
+    (
+        lambda: theory.representation(
+            jnp.eye(2), jnp.full((2, 2), 0.5), beta=1.0, scale=ONES
+        ),
+        r"scale has shape \(3,\), which does not broadcast to \(2,\)",
+    ),
+    (lambda: theory.metastable_size(0.5), r"weights must have shape \(..., M\)"),
+    (lambda: theory.effective_memories(0.5), r"weights must have shape \(..., M\)"),
+    (
+        lambda: uj.separation_loss(X, where=np.ones(5)),
+        r"where must be boolean \(true for valid patterns\), got dtype float64",
+    ),
+    (fitting(snapshots=1), "snapshots must be a sequence of integers, got 1"),
+    (
+        lambda: theory.capacity(KEY, X, sizes=3, beta=1.0),
+        "sizes must be a sequence of integers, got 3",
+    ),
+    (
+        lambda: theory.capacity(KEY, X, sizes=np.array([2, 6]), beta=1.0),
+        "sizes must be at most 5, got 6",
+    ),
+    # Keys.
+    *(
+        (call, "key must be a JAX random key such as jax.random.key.0., got 0")
+        for call in (
+            lambda: uj.fit_annealed(0, X),
+            lambda: uj.gaussian_start(0, 3),
+            lambda: theory.stored(0, X, beta=1.0),
+        )
+    ),
+    (
+        lambda: uj.gaussian_start(jax.random.split(KEY), 3),
+        r"key must be a JAX random key .* got shape \(2,\) and dtype key",
+    ),
+    # Kernels and other parts of a model.
+    (
+        with_kernel(lambda: uj.LinearKernel([[1.0]])),
+        r"weights of LinearKernel must be a floating array, got \[\[1.0\]\]",
+    ),
+    (
+        with_kernel(lambda: uj.LinearKernel(jnp.eye(3, dtype=int))),
+        "weights of LinearKernel must be a floating array, got dtype int",
+    ),
+    (
+        with_kernel(lambda: uj.LinearKernel(jnp.ones(3))),
+        r"weights of LinearKernel must have shape \(..., D, d\), got \(3,\)",
+    ),
+    (
+        with_kernel(lambda: uj.LinearKernel(jnp.eye(3), jnp.ones(2))),
+        r"center of LinearKernel must have shape \(3,\), got \(2,\)",
+    ),
+    (
+        with_kernel(
+            lambda: uj.LowRankKernel(jnp.ones(2), jnp.ones((3, 2)), jnp.ones((2, 3)))
+        ),
+        r"scale of LowRankKernel must have shape \(\), got \(2,\)",
+    ),
+    (
+        with_kernel(
+            lambda: uj.LowRankKernel(jnp.ones(()), jnp.ones((2, 3)), jnp.ones((2, 3)))
+        ),
+        r"left of LowRankKernel must have shape \(3, 2\), got \(2, 3\)",
+    ),
+    (
+        with_kernel(lambda: uj.Centering(jnp.ones(()))),
+        r"center of Centering must have shape \(..., d\), got \(\)",
+    ),
+    (
+        lambda: theory.exact_retrieval_distance(
+            uj.LinearKernel(jnp.ones(3)), beta=1.0, separation=uj.Sparsemax()
+        ),
+        r"weights of LinearKernel must have shape \(..., D, d\), got \(3,\)",
+    ),
+    (
+        lambda: fitting(start=uj.LinearKernel(jnp.ones(3)))(),
+        r"weights of LinearKernel must have shape \(..., D, d\), got \(3,\)",
+    ),
+    *(
+        (
+            lambda make=make: fitting(start=make())(),
+            f"start must be a LinearKernel or a LowRankKernel, got {name}",
+        )
+        for make, name in [
+            (lambda: np.eye(3), "ndarray"),
+            (lambda: uj.Centering(jnp.ones(3)), "Centering"),
+        ]
+    ),
+    (
+        lambda: uj.fit(X, optimizer=None, steps=2),
+        "optimizer must be an Optax transformation, got None",
+    ),
+    (
+        lambda: uj.fit(X, optimizer=optax.sgd, steps=2),
+        "optimizer must be an Optax transformation, got <function sgd",
+    ),
+    (
+        lambda: uj.separation_from_name("entmax", alfa=2),
+        "unknown parameter 'alfa' of entmax, which has alpha, power",
+    ),
+    (
+        lambda: uj.separation_from_name("softmax", alpha=2),
+        "unknown parameter 'alpha' of softmax, which has none",
+    ),
+    (
+        lambda: theory.exact_retrieval_slack(X, beta=1.0, separation="softmax"),
+        "separation must be one of Softmax, .* got 'softmax'",
+    ),
+    (
+        lambda: uj.has_energy("softmax", uj.Dot()),
+        "separation must be one of Softmax, .* got 'softmax'",
+    ),
+    (
+        lambda: uj.has_energy(uj.Softmax(), "dot"),
+        "similarity must be one of Dot, .* got 'dot'",
+    ),
+    (
+        lambda: MEMORY.retrieve(X, beta=1.0, mask=MEMORY.used),
+        "mask must be left out: the memory has its own",
+    ),
+    (
+        lambda: MEMORY.retrieve(X, beta=1.0, values=X),
+        "values must be left out: the memory has its own",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CASES, ids=[m for _, m in CASES])
+def test_wrong_input_is_refused(untyped, call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_unusual_but_right_input_is_taken(untyped):
+    expected = theory.pattern_separation(X)
+    for zero in (0, np.float32(0), jnp.zeros(())):
+        found = theory.pattern_separation(X, distance=zero)
+        np.testing.assert_array_equal(found, expected)
+    found = theory.capacity(KEY, X, sizes=np.array([2, 3]), beta=1.0)
+    np.testing.assert_array_equal(found.sizes, [2, 3])
+    old, new = (uj.gaussian_start(k, 3) for k in (jax.random.PRNGKey(0), KEY))
+    np.testing.assert_array_equal(old.weights, new.weights)
