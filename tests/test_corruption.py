@@ -271,7 +271,7 @@ def test_only_one_random_key_is_a_key(untyped, draw):
     for key, got in (
         (0, "got 0"),
         (None, "got None"),
-        (np.int64(3), r"got shape \(\) and dtype int64"),
+        (np.int64(3), r"got .*3"),
         (jnp.zeros(2), r"got shape \(2,\) and dtype float64"),
         (jax.random.split(KEY, 3), r"got shape \(3,\) and dtype key"),
     ):
