@@ -59,8 +59,8 @@ CASES = [
         "distance must be a number, got 'a'",
     ),
     # Arrays and sequences.
-    (retrieving(mask="yes"), "mask must be boolean .* got dtype <U3"),
-    (fitting(rate="a"), "rate must be a numeric array"),
+    (retrieving(mask="yes"), "mask must be boolean .* got 'yes'"),
+    (fitting(rate="fast"), "rate must be a numeric array"),
     (
         lambda: theory.representation(
             jnp.eye(2), jnp.full((2, 2), 0.5), beta=1.0, scale=ONES

@@ -163,11 +163,15 @@ def as_counts(name: str, values: Any, least: int, most: int) -> tuple[int, ...]:
 
 def as_boolean(name: str, x: Any, meaning: str = "") -> Array:
     """A boolean array; integers are refused, which may be weights or positions."""
-    array = np.asarray(x) if isinstance(x, str) else jnp.asarray(x)
-    if array.dtype != jnp.bool_:
+    try:
+        array = jnp.asarray(x)
+        got = f"dtype {array.dtype}"
+    except (TypeError, ValueError):
+        array, got = None, repr(x)
+    if array is None or array.dtype != jnp.bool_:
         meaning = f" ({meaning})" if meaning else ""
-        raise ValueError(f"{name} must be boolean{meaning}, got dtype {array.dtype}")
-    return jnp.asarray(array)
+        raise ValueError(f"{name} must be boolean{meaning}, got {got}")
+    return array
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
