@@ -807,3 +807,13 @@ def test_in_linen():
     assert found.shape == (B, L, 2)
     slope = jax.grad(lambda v: model.apply(v, STATE).sum())(variables)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(slope))
+
+
+def test_patterns_of_a_static_layer_are_normalised_in_the_features():
+    kernel = LinearFeatures(D, 3, start="random", rngs=nnx.Rngs(3))
+    ours = layer(static=True, normalize_pattern=True, kernel=kernel, num_heads=1)
+    query, keys = (
+        nnx.LayerNorm(3, rngs=nnx.Rngs(0))(kernel(x)) for x in (STATE, MEMORIES)
+    )
+    weights = jax.nn.softmax(D**-0.5 * jnp.einsum("bld,bsd->bls", query, keys))
+    assert_close(ours.associate(STATE, MEMORIES).weights, weights)

@@ -214,8 +214,6 @@ class Hopfield(nnx.Module):
         self.norm_state = norm(normalize_state, state_size)
         self.norm_memory = norm(normalize_memory, memory_size)
         self.norm_value = norm(normalize_value, value_size)
-        self.norm_query = norm(normalize_pattern, width)
-        self.norm_key = norm(normalize_pattern, width)
 
         if kernel is True:
             kernel = LinearFeatures(
@@ -240,6 +238,10 @@ class Hopfield(nnx.Module):
                     f"acts on memories too: it maps {memory_size} to {shape[1]}; use "
                     "values='direct'"
                 )
+
+        compared = features[0] if static else head_size
+        self.norm_query = norm(normalize_pattern, compared)
+        self.norm_key = norm(normalize_pattern, compared)
 
         if not static:
 
