@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from uhop_jax.command_line import load_config
@@ -91,6 +92,24 @@ def test_tables_of_the_readme_are_of_the_files(title, kind, level, memories):
         if study == "grid":
             cells.append(f"{claims.means(rows, method='limit'):.3g}")
     assert f"| {' | '.join(cells)} |" in README
+
+
+def test_accuracies_of_the_readme_are_of_the_files():
+    text = " ".join(README.split())
+
+    def accuracies(study, *arms):
+        rows = reproduction.read(study)
+        for arm in arms:
+            yield 100 * np.mean([r["test_accuracy"] for r in rows if r["arm"] == arm])
+
+    plain, uhop = accuracies("cifar_paper", "MHM", "MHM + U-Hop")
+    assert f"MHM {plain:.1f} ± 0.5 % and MHM + U-Hop {uhop:.1f} ± 1.0 %" in text
+    controls = list(accuracies("cifar_controls", *claims.CONTROLS))
+    assert "give {:.1f}, {:.1f} and {:.1f} %".format(*controls) in text
+    plain, uhop = accuracies("patches", "MHM", "MHM + U-Hop")
+    assert f"{plain:.1f} % without and {uhop:.1f} % with U-Hop" in text
+    controls = list(accuracies("patches", *claims.CONTROLS))
+    assert f"between {min(controls):.1f} and {max(controls):.1f}" in text
 
 
 def test_every_row_has_a_verdict_and_every_label_a_row():
