@@ -48,7 +48,6 @@ RANKS = (2, 8, None)
 SHARPNESS = (0.1, 1000.0, 17)  # first, last and number of beta * spread on a log grid
 SCREENING = 256  # copies on which all candidates are tried
 FINALISTS = 5  # candidates that are tried on all copies, with all separations
-LIKELIHOOD_VALUES = 200_000  # corrupted component values to learn from, at least
 MIN_BATCHES, MAX_BATCHES = 2, 64  # of copies for the expected error
 MULTIPLICATIONS = 2e11  # that the expected error may cost
 NEGLIGIBLE = 1e-6  # errors this small beside the spread of the memories are equal
@@ -268,8 +267,7 @@ def default_candidates(
         for ridge, kernel in whitenings(memories, tuple(ridges)).items():
             models[f"closed form {ridge:g}, angular"] = Cosine(kernel)
             models[f"closed form {ridge:g}"] = Dot(kernel)
-    copies = max(4, -(-LIKELIHOOD_VALUES // memories.size))
-    likelihood = fit_likelihood(key, memories, corruption, copies=copies)
+    likelihood = fit_likelihood(key, memories, corruption)
     for rank in ranks:
         models[f"likelihood, rank {rank or 'full'}"] = Dot(likelihood.cut(rank))
     return models

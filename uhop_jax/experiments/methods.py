@@ -38,7 +38,6 @@ from uhop_jax.stage_one import (
 from uhop_jax.uhop_plus import fit_annealed
 
 CALIBRATED, LIMIT = "calibrated", "limit"
-COPIES = 200_000  # corrupted component values that a likelihood kernel learns from
 OTHER = "other fixed similarities"
 
 
@@ -202,9 +201,8 @@ def _likelihoods(
     keys: Array, memories: Array, corruption: Corruption
 ) -> LikelihoodKernel:
     """The likelihood kernel of each memory set, each from a key of its own."""
-    copies = max(4, -(-COPIES // memories[0].size))
     each = [
-        fit_likelihood(jax.random.fold_in(key, 1), m, corruption, copies=copies)
+        fit_likelihood(jax.random.fold_in(key, 1), m, corruption)
         for key, m in zip(keys, memories, strict=True)
     ]
     return jax.tree.map(lambda *x: jnp.stack(x), *each)
