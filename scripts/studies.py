@@ -83,9 +83,7 @@ STUDIES = {
         f"{RETRIEVE}:noise {FAIR} {NOISE} --config.runs=5", "2 minutes"
     ),
     "grid_mnist": Study(f"{RETRIEVE}:grid {FIXED}", "12 minutes"),
-    "grid_cifar": Study(
-        f"{RETRIEVE}:grid {FIXED} {CIFAR} --config.memories='(500,)'", "30 minutes"
-    ),
+    "grid_cifar": Study(f"{RETRIEVE}:grid {FIXED} {CIFAR}", "30 minutes"),
     "dependent_mnist": Study(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", "2 minutes"),
     "dependent_cifar": Study(
         f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", "5 minutes"

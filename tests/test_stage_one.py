@@ -557,6 +557,70 @@ def test_likelihood_table_is_a_count():
         jax.tree.map(np.testing.assert_array_equal, cut, again)
 
 
+def test_likelihood_smoothing_makes_each_count_likeliest_given_the_others():
+    def log_probability(smoothing):
+        kernel = fit_likelihood(KEY, memories, corrupt, copies=5, smoothing=smoothing)
+        return kernel.memory_table @ kernel.query_table.T
+
+    def corrupt(key, x):
+        return jnp.round(8 * Noise(0.5)(key, x)) / 8
+
+    memories = jnp.round(8 * jnp.clip(draw(12, 9), 0, 1)) / 8
+    kernel = fit_likelihood(KEY, memories, corrupt, copies=5)
+    counts = np.zeros((65, 65))
+    stored = np.asarray(bins(memories, kernel.memory_edges))
+    for key in jax.random.split(KEY, 5):
+        query = np.asarray(bins(corrupt(key, memories), kernel.query_edges))
+        np.add.at(counts, (stored, query), 1)
+    common = (counts.sum(0) + 0.5) / (counts.sum(0) + 0.5).sum()
+    rows, columns = np.nonzero(counts)
+    seen, all_seen = counts[rows, columns], counts.sum(1)[rows]
+
+    def left_out(smoothing):
+        given = (seen - 1 + smoothing * common[columns]) / (all_seen - 1 + smoothing)
+        return (seen * np.log(given)).sum()
+
+    grid = np.geomspace(0.1, 1e5, 61)
+    best = max(grid, key=left_out)
+    assert grid[5] < best < grid[-5]
+    table = kernel.memory_table @ kernel.query_table.T
+    assert_close(table, log_probability(best), scale=10)
+    assert np.abs(table - log_probability(2 * best)).max() > 0.01
+
+
+def test_likelihood_learns_from_two_million_values():
+    memories = draw(50, 400)
+    default = fit_likelihood(KEY, memories, Mask(0.5))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        default,
+        fit_likelihood(KEY, memories, Mask(0.5), copies=100),
+    )
+
+
+def test_half_of_the_bins_have_equal_mass():
+    # Most of what is not zero is within a hundredth of its range, as in scans.
+    values = np.random.default_rng(0).uniform(size=(100, 300))
+    grey = jnp.asarray(np.where(values < 0.7, 0, 1 - values**40))
+    kernel = fit_likelihood(KEY, grey, Mask(0.5), copies=1)
+    masses = np.bincount(np.asarray(bins(grey[grey > 0], kernel.memory_edges)))
+    assert masses.max() < 1.1 * int((grey > 0).sum()) / 23
+    assert np.diff(kernel.memory_edges).max() < 1 / 22
+
+
+def test_likelihood_of_few_visible_values_is_near_the_limit():
+    # Like ink: mostly nothing, then any grey, or one of four that are nearly white.
+    values, level = np.random.default_rng(0).uniform(size=(2, 100, 300))
+    grey = np.where(values < 0.9, np.floor(256 * level), 252 + np.floor(4 * level))
+    memories = jnp.asarray(np.where(values < 0.8, 0, grey) / 255)
+    query = Mask(0.95)(jax.random.key(1), memories)
+    kernel = fit_likelihood(jax.random.key(2), memories, Mask(0.95))
+    state = retrieve(memories, query, beta=1.0, similarity=Dot(kernel)).state
+    exact = posterior_mean(Mask(0.95), memories, query)
+    found, limit = (((x - memories) ** 2).sum(-1).mean() for x in (state, exact))
+    assert found < 1.2 * limit
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=jnp.dtype)
 def test_likelihood_gives_atoms_bins_of_their_own(dtype):
     memories = jnp.clip(draw(30, 20, dtype=dtype) + 0.5, 0, 1)
