@@ -343,7 +343,7 @@ def test_unobserved_components_may_hold_nan():
         ({"corrupt": lambda key, x: (x, x)}, "observed must be boolean.* dtype float"),
         (
             {"corrupt": lambda key, x: (x, x[:, :3] > 0)},
-            r"observed has shape \(996, 3\), which does not broadcast to \(996, 64\)",
+            r"observed has shape \(12, 3\), which does not broadcast to \(12, 64\)",
         ),
         ({"corrupt": lambda key, x: (x, x, x)}, "a pair .*, it returned 3 values"),
         ({"corrupt": Mask(50.0)}, r"fraction must be in \[0, 1\], got 50.0"),

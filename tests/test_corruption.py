@@ -285,6 +285,10 @@ def test_a_key_of_unsigned_integers_is_the_same_key():
         np.testing.assert_array_equal(Mask()(key, IMAGES), Mask()(KEY, IMAGES))
 
 
+def unkeyed(key, patterns):
+    return patterns * np.random.default_rng().uniform(size=patterns.shape)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -296,6 +300,13 @@ def test_a_key_of_unsigned_integers_is_the_same_key():
         (lambda x: Mask(1.5)(KEY, x), r"fraction must be in \[0, 1\], got 1.5"),
         (lambda x: Mask(-0.5)(KEY, x), r"fraction must be in \[0, 1\], got -0.5"),
         (lambda x: Mask(np.nan)(KEY, x), r"fraction must be in \[0, 1\], got nan"),
+        (lambda x: Mask("a")(KEY, x), "fraction must be a number, got 'a'"),
+        (lambda x: Noise("a")(KEY, x), "scale must be a number, got 'a'"),
+        (lambda x: calibrate(KEY, x, unkeyed), "corrupt must draw from its key alone"),
+        (
+            lambda x: fit_likelihood(KEY, jnp.stack([x, 1 - x]), unkeyed),
+            "two calls with the same key gave different patterns",
+        ),
         (lambda x: Noise(-1.0)(KEY, x), "scale must be at least 0, got -1"),
         (lambda x: Noise(np.nan)(KEY, x), "scale must be at least 0, got nan"),
         (

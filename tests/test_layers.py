@@ -202,6 +202,7 @@ def test_equals_the_equation_of_the_paper(values):
 
 # Options (UC-27) ----------------------------------------------------------------------
 
+ZEROS = nnx.initializers.zeros
 OPTIONS = {
     "memory_size": (12, {}),
     "value_size": (12, {"values": "direct"}),
@@ -227,7 +228,7 @@ OPTIONS = {
     "normalize_pattern": (True, {}),
     "bias_pattern": (True, {}),
     "zero_memory": (True, {}),
-    "weight_init": (nnx.initializers.zeros, {}),
+    "weight_init": (ZEROS, {}),
     "bias_init": (nnx.initializers.ones, {}),
     "dropout": (0.5, {}),
     "dtype": (jnp.bfloat16, {}),
@@ -720,6 +721,10 @@ WRONG = [
     ({"static": True, "out_size": 3}, "out_size needs static=False"),
     ({"static": True, "project_out": False}, "project_out=False needs static=False"),
     ({"static": True, "use_bias": False}, "use_bias=False needs static=False"),
+    ({"static": True, "weight_init": ZEROS}, "weight_init needs static=False"),
+    ({"static": True, "bias_init": ZEROS}, "bias_init needs static=False"),
+    ({"use_bias": False, "bias_init": ZEROS}, "bias_init needs use_bias=True"),
+    ({"max_steps": 5}, "max_steps needs steps=None: else it would do nothing"),
 ]
 
 

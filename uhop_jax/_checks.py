@@ -125,6 +125,13 @@ def check_at_least(name: str, value: Any, least: float | int) -> None:
         raise ValueError(f"{name} must be {rule}, got {bad.flat[0]}")
 
 
+def check_probability(name: str, value: Any) -> None:
+    """Refuses an array, and a concrete number that is not in `[0, 1]`."""
+    check_scalar(name, value)
+    if not is_traced(value) and not 0 <= _numbers(name, value) <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value}")
+
+
 def check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Refuses anything but an integer in `[least, most]`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):

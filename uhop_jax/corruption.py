@@ -21,6 +21,7 @@ from uhop_jax._checks import (
     check_choice,
     check_finite,
     check_key,
+    check_probability,
     check_scalar,
     is_traced,
     working_dtype,
@@ -55,11 +56,7 @@ class Mask:
     def check(self, **patterns: Array) -> None:
         """Refuses a fraction that is no probability; patterns may be any."""
         del patterns
-        check_scalar("fraction", self.fraction)
-        if not is_traced(self.fraction):
-            fraction = np.asarray(self.fraction)
-            if not ((fraction >= 0) & (fraction <= 1)).all():
-                raise ValueError(f"fraction must be in [0, 1], got {self.fraction}")
+        check_probability("fraction", self.fraction)
 
     def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
         """Corrupted patterns, with `known` also where they are intact."""
@@ -237,8 +234,8 @@ class Corruption:
         """Wraps a function or a corruption of this module, for patterns given by name.
 
         Raises:
-          ValueError: if it cannot be called, its numbers are out of range, or it is not
-            for such patterns.
+          ValueError: if it cannot be called, its numbers are out of range, it is not
+            for such patterns, or a plain function draws without its key.
         """
         if isinstance(function, cls):
             cls.of(function.function, **patterns)
@@ -250,8 +247,12 @@ class Corruption:
                 "corrupt must be a function of a key and patterns, such as Mask(0.5), "
                 f"got {function!r}"
             )
-        leaf = jax.tree_util.all_leaves([function])
-        return cls(jax.tree_util.Partial(function) if leaf else function)
+        if not jax.tree_util.all_leaves([function]):
+            return cls(function)
+        corruption = cls(jax.tree_util.Partial(function))
+        for x in patterns.values():
+            corruption._check_draws(x)
+        return corruption
 
     def __call__(
         self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
@@ -286,6 +287,20 @@ class Corruption:
         if observed is not None:
             observed = jnp.broadcast_to(observed, patterns.shape)
         return jnp.asarray(query).astype(patterns.dtype), observed
+
+    def _check_draws(self, patterns: Float[Array, "*sets M d"]) -> None:
+        """Refuses what two calls with one key corrupt differently."""
+        if is_traced(patterns) or is_traced(jnp.zeros(())):
+            return
+        one = patterns.reshape(-1, *patterns.shape[-2:])[0]
+        first, second = (jax.tree.leaves(self(jax.random.key(0), one)) for _ in "12")
+        for x, y in zip(first, second, strict=True):
+            if not np.array_equal(x, y, equal_nan=True):
+                raise ValueError(
+                    "corrupt must draw from its key alone, with jax.random: two calls "
+                    "with the same key gave different patterns, and compiled, other "
+                    "draws would be made once and never again"
+                )
 
 
 def posterior_mean(

@@ -35,6 +35,7 @@ from uhop_jax.separation import (
 from uhop_jax.similarity import Dot
 
 VALUES = ("keys", "direct")
+MAX_STEPS = 64  # of updates until a state stands still
 Initializer = Callable[..., Array]
 
 
@@ -58,7 +59,7 @@ class Hopfield(nnx.Module):
       learn_beta: learn it, in the shape given.
       steps: updates of the state; None updates until it stands still (implicit
         gradients), at most `max_steps` times.
-      max_steps: that cap.
+      max_steps: that cap, 64 by default; needs `steps=None`.
       kernel: `Phi`, applied to what queries and keys are projected from: True for
         `LinearFeatures`, any module, or a function that makes one, for layers to have
         each its own; every `nnx.Param` becomes a `KernelParam`.
@@ -69,8 +70,8 @@ class Hopfield(nnx.Module):
         functional core does it. One head.
       project_out: apply the output projection.
       use_bias: biases in the projections.
-      weight_init: of the weights of the projections.
-      bias_init: of their biases.
+      weight_init: of the weights of the projections; LeCun's normal by default.
+      bias_init: of their biases; zeros by default.
       normalize_state: LayerNorm of the states that come in.
       normalize_memory: LayerNorm of the memories.
       normalize_value: LayerNorm of direct values.
@@ -101,15 +102,15 @@ class Hopfield(nnx.Module):
         beta: ArrayLike | Sequence[float] | None = None,
         learn_beta: bool = False,
         steps: int | None = 1,
-        max_steps: int = 64,
+        max_steps: int | None = None,
         kernel: bool | nnx.Module | Callable[[], nnx.Module] = False,
         separate_states: bool = False,
         values: str = "keys",
         static: bool = False,
         project_out: bool = True,
         use_bias: bool = True,
-        weight_init: Initializer = nnx.initializers.lecun_normal(),
-        bias_init: Initializer = nnx.initializers.zeros,
+        weight_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         normalize_state: bool = False,
         normalize_memory: bool = False,
         normalize_value: bool = False,
@@ -123,7 +124,6 @@ class Hopfield(nnx.Module):
     ):
         check_count("state_size", state_size, 1)
         check_count("num_heads", num_heads, 1)
-        check_count("max_steps", max_steps, 1)
         check_sizes(
             memory_size=memory_size,
             value_size=value_size,
@@ -131,6 +131,7 @@ class Hopfield(nnx.Module):
             value_head_size=value_head_size,
             out_size=out_size,
             steps=steps,
+            max_steps=max_steps,
         )
         check_choice("values", values, VALUES)
         check_rate("dropout", dropout)
@@ -141,6 +142,10 @@ class Hopfield(nnx.Module):
             ("out_size", static and out_size is not None, "static=False"),
             ("project_out=False", static and not project_out, "static=False"),
             ("use_bias=False", static and not use_bias, "static=False"),
+            ("weight_init", static and weight_init is not None, "static=False"),
+            ("bias_init", static and bias_init is not None, "static=False"),
+            ("bias_init", not use_bias and bias_init is not None, "use_bias=True"),
+            ("max_steps", steps is not None and max_steps is not None, "steps=None"),
             ("out_size", not project_out and out_size is not None, "project_out=True"),
             ("value_size", not direct and value_size is not None, "values='direct'"),
             ("normalize_value", not direct and normalize_value, "values='direct'"),
@@ -172,7 +177,8 @@ class Hopfield(nnx.Module):
         value_head_size = head_size if value_head_size is None else value_head_size
 
         self.num_heads, self.static, self.values = num_heads, static, values
-        self.steps, self.max_steps = steps, max_steps
+        self.steps = steps
+        self.max_steps = MAX_STEPS if max_steps is None else max_steps
         self.zero_memory, self.separate_states = zero_memory, separate_states
         self.sizes = (state_size, memory_size, value_size)
         self.names = ("state", "memories", "values")  # in errors
@@ -244,6 +250,10 @@ class Hopfield(nnx.Module):
         self.norm_key = norm(normalize_pattern, compared)
 
         if not static:
+            if weight_init is None:
+                weight_init = nnx.initializers.lecun_normal()
+            if bias_init is None:
+                bias_init = nnx.initializers.zeros
 
             def project(size, out, axis=-1):
                 return nnx.LinearGeneral(
