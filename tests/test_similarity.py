@@ -49,8 +49,7 @@ KERNELS = {
 LIKELIHOOD = LikelihoodKernel(
     memory_table=normal(4, 2, seed=5),
     query_table=normal(4, 2, seed=6),
-    memory_edges=jnp.asarray([-0.5, 0.0, 0.7]),
-    query_edges=jnp.asarray([-0.6, 0.1, 0.8]),
+    edges=jnp.asarray([-0.5, 0.1, 0.8]),
     pattern_dimension=DIMENSION,
 )
 SIMILARITIES = {
@@ -137,7 +136,7 @@ def naive_overlaps(similarity, memories, query, observed=None):
 
 def _tabulated(kernel, x, side):
     table = np.asarray(getattr(kernel, f"{side}_table"))
-    edges = np.asarray(getattr(kernel, f"{side}_edges"))
+    edges = np.asarray(kernel.edges)
     return table[(np.asarray(x)[..., None] >= edges).sum(-1)]
 
 

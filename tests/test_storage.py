@@ -39,7 +39,7 @@ def draw(*shape, dtype=jnp.float32, seed=0):
 def likelihood(dtype):
     edges = jnp.sort(draw(4, dtype=dtype))
     tables = draw(5, 2, dtype=dtype), draw(5, 2, dtype=dtype, seed=1)
-    return LikelihoodKernel(*tables, edges, edges + 1, 3)
+    return LikelihoodKernel(*tables, edges, 3)
 
 
 def calibration(dtype):

@@ -82,7 +82,7 @@ def iterate(memories, x, beta, steps):
 def likelihood_kernel():
     edges = jnp.array([-1.0, 0.0, 1.0])
     table = gaussian(4, 4, 2)
-    return uj.LikelihoodKernel(table, table, edges, edges, pattern_dimension=6)
+    return uj.LikelihoodKernel(table, table, edges, pattern_dimension=6)
 
 
 # -- [lemma:retrieval_dyn], [lemma:convergence], [lem:help-conv] -----------------------

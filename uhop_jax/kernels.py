@@ -183,21 +183,21 @@ class Centering(Kernel):
 class LikelihoodKernel(Kernel):
     r"""A naive-Bayes log-likelihood as an inner product, learned by `fit_likelihood`.
 
-    Component values fall into `K` bins. With `L[a, c] = log p(c | a)`, the
-    log-probability that a stored value of bin `a` becomes a query value of bin `c`, cut
-    at rank `r`, `L = memory_table @ query_table.T`, memories and queries have the
-    features :math:`\Phi_K(\xi)_{jk} = \mathrm{memory\_table}[\mathrm{bin}(\xi_j), k]`
-    and :math:`\Phi_Q(x)_{jk} = \mathrm{query\_table}[\mathrm{bin}(x_j), k]`, whose
-    inner product is the log-likelihood of the query up to a constant of the query:
+    Component values fall into `K` bins, the same for memories and queries. With
+    `L[a, c] = log p(c | a)`, the log-probability that a stored value of bin `a` becomes
+    a query value of bin `c`, cut at rank `r`, `L = memory_table @ query_table.T`,
+    memories and queries have the features
+    :math:`\Phi_K(\xi)_{jk} = \mathrm{memory\_table}[\mathrm{bin}(\xi_j), k]` and
+    :math:`\Phi_Q(x)_{jk} = \mathrm{query\_table}[\mathrm{bin}(x_j), k]`, whose inner
+    product is the log-likelihood of the query up to a constant of the query:
     `beta = 1` is its natural temperature. One-step by nature: what it returns is no
     longer a corrupted pattern. It therefore has no energy.
 
     Attributes:
       memory_table: `(K, r)`, or `(sets, K, r)`.
       query_table: `(K, r)`, or `(sets, K, r)`.
-      memory_edges: `(K - 1,)` ascending, or `(sets, K - 1)`; a stored value is in bin
-        `k` if exactly `k` edges are at most as large.
-      query_edges: the same for the values of queries.
+      edges: `(K - 1,)` ascending, or `(sets, K - 1)`; a value is in bin `k` if exactly
+        `k` edges are at most as large.
       pattern_dimension: `d`.
     """
 
@@ -206,9 +206,13 @@ class LikelihoodKernel(Kernel):
 
     memory_table: Float[Array, "*sets K r"]
     query_table: Float[Array, "*sets K r"]
-    memory_edges: Float[Array, "*sets K_minus_1"]
-    query_edges: Float[Array, "*sets K_minus_1"]
+    edges: Float[Array, "*sets K_minus_1"]
     pattern_dimension: int = dataclasses.field(metadata={"static": True})
+
+    def check(self):
+        *sets, bins, rank = _shape_of(self, "memory_table", "K", "r")
+        _check_shape(self, "query_table", (*sets, bins, rank))
+        _check_shape(self, "edges", (*sets, bins - 1))
 
     @property
     def dimension(self) -> int:
@@ -216,7 +220,7 @@ class LikelihoodKernel(Kernel):
 
     @property
     def set_axes(self) -> int:
-        return self.memory_edges.ndim - 1
+        return self.edges.ndim - 1
 
     def cut(self, rank: int | None) -> "LikelihoodKernel":
         """The same kernel at a lower rank; None leaves it.
@@ -235,11 +239,11 @@ class LikelihoodKernel(Kernel):
 
     def memory_features(self, memories, observed=None):
         del observed  # the query carries it
-        features = self.memory_table[bins(memories, self.memory_edges)]
+        features = self.memory_table[bins(memories, self.edges)]
         return features.reshape(*memories.shape[:-1], -1)
 
     def query_features(self, query, observed=None):
-        features = self.query_table[bins(query, self.query_edges)]
+        features = self.query_table[bins(query, self.edges)]
         if observed is not None:
             features = jnp.where(observed[..., None], features, 0.0)
         return features.reshape(*query.shape[:-1], -1)

@@ -2,28 +2,32 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from uhop_jax._checks import (
     as_floating,
     check_count,
     check_key,
     check_memory_set,
-    check_positive,
     working_dtype,
 )
+from uhop_jax._products import contract
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import LikelihoodKernel, bins
 
 _BINS = 65
-_LEVELS = 8
+_EVEN = 16  # edges on an even grid
+_LEVELS = 8  # quantiles among which atoms are found
+_SAMPLE = 100_000  # values that edges are made from, at most
 _VALUES = 2_000_000  # corrupted component values to learn from, at least
-_SMOOTHING = (0.1, 1e5, 61)  # first, last and number of those tried, on a log grid
+_LEANING = (0.1, 1e6, 71)  # first, last and number of those tried, on a log grid
+_FLOOR = 1e-16  # of probabilities that a table leans on
+_RARE = 1e-4  # share of all counts below which a bin weighs no less
 
 
 def fit_likelihood(
@@ -33,21 +37,25 @@ def fit_likelihood(
     *,
     copies: int | None = None,
     rank: int | None = None,
-    smoothing: float | None = None,
 ) -> LikelihoodKernel:
     """Learns how corruption changes component values, as a kernel.
 
     Counts, over corrupted copies of the memories, how often a stored value of one bin
     became a query value of another, and factors the table of log-probabilities; see
     `LikelihoodKernel`. Of a corruption that says what is observed, that alone
-    counts, as in retrieval with `observed`. Values met often enough to be atoms (exact
-    zeros, a clamp's ends) have bins of their own; half of the others have equal widths
-    and half equal numbers of values.
+    counts, as in retrieval with `observed`.
 
-    Rows of few counts lean on the distribution over query bins of all rows together:
-    with `n` counts in a row and `k` of them in a bin, the probability is
-    `(k + smoothing p) / (n + smoothing)`, where `p` is the share of that bin in all
-    counts (and half a count more in each bin).
+    Bins are common to memories and queries, so that what is not corrupted falls into
+    the same one. Values met often enough to be atoms (exact zeros, a clamp's ends) have
+    bins of their own; most others have equal numbers of values.
+
+    Few counts tell little, so a table leans on the one of pairs of bins, which leans on
+    pairs of pairs: with `n` counts in a row and `k` of them in a bin to which the
+    coarser table gives the probability `p`, the probability is `(k + m p) / (n + m)`,
+    at the `m` under which the counts are likeliest, each given all the others.
+
+    A cut keeps what matters to values that occur: the factors are those of the table
+    with each bin weighed by its share of the counts.
 
     Args:
       key: random key.
@@ -56,8 +64,6 @@ def fit_likelihood(
       copies: corrupted copies of each memory; None is as many as two million component
         values take, and at least 4.
       rank: rank of the table, from 1; None is the full rank, 65.
-      smoothing: counts that the common distribution weighs in each row; None is the
-        number that makes each count likeliest given all the others.
 
     Returns:
       The kernel, to be used with `Dot`; its natural `beta` is 1.
@@ -68,8 +74,6 @@ def fit_likelihood(
     check_key(key)
     if copies is not None:
         check_count("copies", copies, 1)
-    if smoothing is not None:
-        check_positive("smoothing", smoothing)
     if rank is not None:
         check_count("rank", rank, 1, _BINS)
     memories = as_floating(memories, "memories")
@@ -80,7 +84,7 @@ def fit_likelihood(
         copies = max(4, -(-_VALUES // (memories.shape[-2] * memories.shape[-1])))
 
     def run(key: PRNGKeyArray, memories: Array) -> LikelihoodKernel:
-        return _fit_likelihood(key, memories, corruption, smoothing, copies)
+        return _fit_likelihood(key, memories, corruption, copies)
 
     sets = memories.shape[:-2]
     keys = jax.random.split(key, sets) if sets else key
@@ -91,82 +95,126 @@ def fit_likelihood(
 
 @functools.partial(jax.jit, static_argnames="copies")
 def _fit_likelihood(
-    key: PRNGKeyArray,
-    memories: Array,
-    corruption: Corruption,
-    smoothing: ArrayLike | None,
-    copies: int,
+    key: PRNGKeyArray, memories: Array, corruption: Corruption, copies: int
 ) -> LikelihoodKernel:
     keys = jax.random.split(key, copies)
     queries, observed = jax.vmap(lambda key: corruption(key, memories))(keys)
-    memory_edges, query_edges = _edges(memories), _edges(queries, observed)
-    stored = jnp.broadcast_to(bins(memories, memory_edges), queries.shape)
-    pairs = stored * _BINS + bins(queries, query_edges)
+    edges = _edges(_sample(memories), _sample(queries, observed))
+    stored = jnp.broadcast_to(bins(memories, edges), queries.shape)
+    pairs = stored * _BINS + bins(queries, edges)
     number = _BINS * _BINS
     if observed is not None:  # the others are counted apart
         pairs = jnp.where(observed, pairs, number)
     counts = jnp.bincount(pairs.ravel(), length=number + 1)[:number]
     counts = counts.reshape(_BINS, _BINS).astype(memories.dtype)
-    table = _log_probabilities(counts, smoothing)
-    u, s, vt = jnp.linalg.svd(table - table.mean(0, keepdims=True))
-    s = s[None, :]
-    return LikelihoodKernel(u * s, vt.T, memory_edges, query_edges, memories.shape[-1])
+    table = jnp.log(_probabilities(counts))
+    rows, columns = _weights(counts.sum(1)), _weights(counts.sum(0))
+    table -= contract(rows**2 / (rows**2).sum(), table.T)[None]  # the query's constant
+    u, s, vt = jnp.linalg.svd(rows[:, None] * table * columns[None])
+    factors = u * s[None] / rows[:, None], vt.T / columns[:, None]
+    return LikelihoodKernel(*factors, edges, memories.shape[-1])
 
 
-def _log_probabilities(counts: Array, smoothing: ArrayLike | None) -> Array:
-    """Logarithm of the share of each column in its row, leaning on the common one."""
-    total = counts.sum(1, keepdims=True)
+def _probabilities(counts: Array) -> Array:
+    """Probability of each column in its row, leaning on coarser bins."""
+    number = counts.shape[0]
+    if number == 1:
+        return jnp.ones_like(counts)
+    pair = jnp.arange(number) // 2
     common = counts.sum(0) + 0.5  # no query value is impossible
-    common = common / common.sum()
+    within = common / _paired(common)[pair]
+    coarse = _probabilities(_paired(_paired(counts).T).T)
+    prior = jnp.maximum(coarse[pair][:, pair] * within[None], _FLOOR)
+    total = counts.sum(1, keepdims=True)
 
-    def left_out(smoothing: Array) -> Array:
+    def left_out(m: Array) -> Array:
         """Log-probability of each count given the others, summed."""
         others, all_others = (jnp.maximum(n - 1, 0.0) for n in (counts, total))
-        share = (others + smoothing * common[None]) / (all_others + smoothing)
-        return (counts * jnp.log(share)).sum()
+        return (counts * jnp.log((others + m * prior) / (all_others + m))).sum()
 
-    if smoothing is None:
-        grid = jnp.geomspace(*_SMOOTHING, dtype=counts.dtype)
-        smoothing = grid[jnp.argmax(lax.map(left_out, grid))]
-    return jnp.log((counts + smoothing * common[None]) / (total + smoothing))
+    grid = jnp.geomspace(*_LEANING, dtype=counts.dtype)
+    m = grid[jnp.argmax(jax.vmap(left_out)(grid))]
+    return (counts + m * prior) / (total + m)
 
 
-def _edges(values: Array, observed: Array | None = None) -> Array:
-    """Edges of `_BINS` bins: two grids over the range, and a bin for each atom.
+def _paired(x: Array) -> Array:
+    """Sums of pairs of rows; the last may be alone."""
+    x = jnp.pad(x, ((0, x.shape[0] % 2), *((0, 0),) * (x.ndim - 1)))
+    return x[::2] + x[1::2]
 
-    A value as frequent as `1 / _LEVELS` is a quantile, and has edges at itself and at
-    the next number; so have both ends of the range, where clamping puts atoms. One grid
-    is even; the other has equally many of the values between its edges that are no
-    atoms. Values that are not observed do not count; if none is, any edges will do.
-    """
-    stride = max(1, values.size // 200_000)
+
+def _weights(counts: Array) -> Array:
+    """Square root of the share of each bin; rare ones count as less rare."""
+    share = counts / jnp.maximum(counts.sum(), 1.0)
+    return jnp.sqrt(jnp.maximum(share, _RARE))
+
+
+class _Sample(NamedTuple):
+    """Some observed values, sorted; what lies behind their number is infinite."""
+
+    values: Array
+    number: Array
+
+    def quantiles(self, q: Array) -> Array:
+        last = jnp.maximum(self.number - 1, 0).astype(q.dtype)
+        return self.values[jnp.round(q * last).astype(jnp.int32)]
+
+
+def _sample(values: Array, observed: Array | None = None) -> _Sample:
+    stride = max(1, values.size // _SAMPLE)
     values = values.ravel()[::stride]
-    number = jnp.asarray(values.size)
-    if observed is not None:
-        observed = observed.ravel()[::stride]
-        values = jnp.where(observed, values, jnp.where(observed.any(), jnp.inf, 0.0))
-        number = jnp.maximum(observed.sum(), 1)
-    values = jnp.sort(values)
+    if observed is None:
+        return _Sample(jnp.sort(values), jnp.asarray(values.size))
+    observed = observed.ravel()[::stride]
+    values = jnp.where(observed, values, jnp.inf)
+    return _Sample(jnp.sort(values), observed.sum())
 
-    def quantiles(values: Array, number: Array, q: Array) -> Array:
-        last = (number - 1).astype(q.dtype)
-        return values[jnp.round(q * last).astype(jnp.int32)]
 
-    levels = quantiles(values, number, jnp.linspace(0, 1, _LEVELS))
-    low, high = quantiles(values, number, jnp.asarray([1e-3, 1 - 1e-3]))
-    atoms = jnp.where(levels[1:] == levels[:-1], levels[1:], jnp.nan)
-    is_atom = (values[:, None] == atoms[None]).any(-1)
-    others = jnp.sort(jnp.where(is_atom, jnp.inf, values))
-    between = number - is_atom.sum()
-    others, between = lax.cond(
-        between > 0, lambda: (others, between), lambda: (values, number)
-    )
-    # Smaller numbers than `tiny` compare as zeros.
-    tiny = float(jnp.finfo(values.dtype).tiny)
-    above = jnp.nextafter(levels, jnp.inf)
-    above = jnp.where(jnp.abs(levels) < tiny, tiny, above)
-    grids = _BINS - 1 - 2 * _LEVELS
-    even = jnp.linspace(low, high, grids - grids // 2)
-    full = quantiles(others, between, jnp.linspace(0, 1, grids // 2))
-    edges = jnp.concatenate([levels, above, even, full])
-    return jnp.sort(edges.astype(values.dtype))
+def _edges(memories: _Sample, queries: _Sample) -> Array:
+    """Edges of `_BINS` bins: around each atom, an even grid, and quantiles.
+
+    An atom is an end of the range of memories or queries, where clamping puts many
+    values, or as frequent as `1 / _LEVELS`, so that two quantiles are there. It has
+    edges at itself and at the next number. Quantiles are of the other values, of which
+    none counts as more than it takes for one edge; they take what atoms leave.
+    """
+    joined = jnp.sort(jnp.concatenate([memories.values, queries.values]))
+    values = _Sample(joined, memories.number + queries.number)
+    atoms = jnp.concatenate([_atoms(memories), _atoms(queries)])
+    is_atom = (joined[:, None] == atoms[None]).any(-1)
+    others = jnp.sort(jnp.where(is_atom, jnp.inf, joined))
+    between = jnp.isfinite(others).sum()
+    others = jnp.where(between > 0, others, joined)
+    between = jnp.where(between > 0, between, values.number)
+
+    atoms = jnp.sort(atoms)
+    free = jnp.isinf(atoms) | jnp.append(False, atoms[1:] == atoms[:-1])
+    tiny = float(jnp.finfo(joined.dtype).tiny)  # smaller ones compare as zeros
+    above = jnp.nextafter(atoms, jnp.inf)
+    above = jnp.where(jnp.abs(atoms) < tiny, tiny, above)
+    taken = jnp.concatenate([atoms, above])
+    low, high = values.quantiles(jnp.asarray([1e-3, 1 - 1e-3]))
+
+    more = _BINS - 1 - _EVEN - taken.size
+    slot = jnp.concatenate([jnp.ones(more, bool), free, free])
+    place = (jnp.cumsum(slot) - 1).astype(joined.dtype)
+    at = jnp.arange(others.size)
+    first = lax.cummax(jnp.where(others == jnp.roll(others, 1), 0, at))
+    last = jnp.where(others == jnp.roll(others, -1), others.size, at)
+    repeats = lax.cummin(last, reverse=True) - first + 1
+    most = between.astype(joined.dtype) / (place[-1] + 1)  # values to an edge
+    weight = jnp.minimum(most / repeats.astype(joined.dtype), 1.0)
+    rank = jnp.cumsum(jnp.where(at < between, weight, 0.0))
+    found = jnp.searchsorted(rank, place / place[-1] * rank[-1])
+    quantiles = others[found]
+    even = jnp.linspace(low, high, _EVEN, dtype=joined.dtype)
+    taken = jnp.concatenate([jnp.zeros(more, joined.dtype), taken])
+    return jnp.sort(jnp.concatenate([even, jnp.where(slot, quantiles, taken)]))
+
+
+def _atoms(sample: _Sample) -> Array:
+    """Values of many, and the ends; infinite where a quantile is none."""
+    levels = sample.quantiles(jnp.linspace(0, 1, _LEVELS, dtype=sample.values.dtype))
+    twice = levels[1:] == levels[:-1]
+    many = jnp.append(True, twice) | jnp.append(twice, True)
+    return jnp.where(many, levels, jnp.inf)
