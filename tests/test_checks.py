@@ -129,6 +129,22 @@ CASES = [
         r"center of Centering must have shape \(..., d\), got \(\)",
     ),
     (
+        with_kernel(
+            lambda: uj.LikelihoodKernel(
+                jnp.ones((4, 2)), jnp.ones((4, 3)), jnp.ones(3), 3
+            )
+        ),
+        r"query_table of LikelihoodKernel must have shape \(4, 2\), got \(4, 3\)",
+    ),
+    (
+        with_kernel(
+            lambda: uj.LikelihoodKernel(
+                jnp.ones((4, 2)), jnp.ones((4, 2)), jnp.ones(4), 3
+            )
+        ),
+        r"edges of LikelihoodKernel must have shape \(3,\), got \(4,\)",
+    ),
+    (
         lambda: theory.exact_retrieval_distance(
             uj.LinearKernel(jnp.ones(3)), beta=1.0, separation=uj.Sparsemax()
         ),

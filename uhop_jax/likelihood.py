@@ -1,6 +1,7 @@
 """The likelihood kernel, learned from corrupted copies of the memories."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,7 +85,8 @@ def fit_likelihood(
         copies = max(4, -(-_VALUES // (memories.shape[-2] * memories.shape[-1])))
 
     def run(key: PRNGKeyArray, memories: Array) -> LikelihoodKernel:
-        return _fit_likelihood(key, memories, corruption, copies)
+        counts, edges = _counts(key, memories, corruption, copies)
+        return LikelihoodKernel(*_factors(counts), edges, memories.shape[-1])
 
     sets = memories.shape[:-2]
     keys = jax.random.split(key, sets) if sets else key
@@ -94,9 +96,10 @@ def fit_likelihood(
 
 
 @functools.partial(jax.jit, static_argnames="copies")
-def _fit_likelihood(
+def _counts(
     key: PRNGKeyArray, memories: Array, corruption: Corruption, copies: int
-) -> LikelihoodKernel:
+) -> tuple[Array, Array]:
+    """How often a value of each bin became one of each bin, and the edges of bins."""
     keys = jax.random.split(key, copies)
     queries, observed = jax.vmap(lambda key: corruption(key, memories))(keys)
     edges = _edges(_sample(memories), _sample(queries, observed))
@@ -106,13 +109,17 @@ def _fit_likelihood(
     if observed is not None:  # the others are counted apart
         pairs = jnp.where(observed, pairs, number)
     counts = jnp.bincount(pairs.ravel(), length=number + 1)[:number]
-    counts = counts.reshape(_BINS, _BINS).astype(memories.dtype)
+    return counts.reshape(_BINS, _BINS).astype(memories.dtype), edges
+
+
+@jax.jit  # apart from `_counts`, since it is one program for all memories
+def _factors(counts: Array) -> tuple[Array, Array]:
+    """Tables of memories and queries, whose product is that of log-probabilities."""
     table = jnp.log(_probabilities(counts))
     rows, columns = _weights(counts.sum(1)), _weights(counts.sum(0))
     table -= contract(rows**2 / (rows**2).sum(), table.T)[None]  # the query's constant
     u, s, vt = jnp.linalg.svd(rows[:, None] * table * columns[None])
-    factors = u * s[None] / rows[:, None], vt.T / columns[:, None]
-    return LikelihoodKernel(*factors, edges, memories.shape[-1])
+    return u * s[None] / rows[:, None], vt.T / columns[:, None]
 
 
 def _probabilities(counts: Array) -> Array:
@@ -162,6 +169,8 @@ class _Sample(NamedTuple):
 
 def _sample(values: Array, observed: Array | None = None) -> _Sample:
     stride = max(1, values.size // _SAMPLE)
+    while math.gcd(stride, values.shape[-1]) > 1:  # every component takes its turn
+        stride += 1
     values = values.ravel()[::stride]
     if observed is None:
         return _Sample(jnp.sort(values), jnp.asarray(values.size))
