@@ -82,11 +82,11 @@ STUDIES = {
     "noise_mnist_fair": Study(
         f"{RETRIEVE}:noise {FAIR} {NOISE} --config.runs=5", "2 minutes"
     ),
-    "grid_mnist": Study(f"{RETRIEVE}:grid {FIXED}", "12 minutes"),
-    "grid_cifar": Study(f"{RETRIEVE}:grid {FIXED} {CIFAR}", "30 minutes"),
-    "dependent_mnist": Study(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", "2 minutes"),
+    "grid_mnist": Study(f"{RETRIEVE}:grid {FIXED}", "5 minutes"),
+    "grid_cifar": Study(f"{RETRIEVE}:grid {FIXED} {CIFAR}", "12 minutes"),
+    "dependent_mnist": Study(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", "1 minute"),
     "dependent_cifar": Study(
-        f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", "5 minutes"
+        f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", "2 minutes"
     ),
     "stage_one_digits_paper": Study(
         f"{RETRIEVE}:stage_one {SMALL} --config.protocol=paper --config.runs=10",
