@@ -285,6 +285,15 @@ def test_a_key_of_unsigned_integers_is_the_same_key():
         np.testing.assert_array_equal(Mask()(key, IMAGES), Mask()(KEY, IMAGES))
 
 
+def test_keys_of_either_kind_reach_a_corruption():
+    def halves(key, patterns):
+        kept = jax.random.bernoulli(jax.random.wrap_key_data(key), shape=patterns.shape)
+        return jnp.where(kept, patterns, 0)
+
+    kernel = fit_likelihood(jax.random.PRNGKey(0), IMAGES, halves, copies=2)
+    assert np.isfinite(kernel.memory_table).all()
+
+
 def unkeyed(key, patterns):
     return patterns * np.random.default_rng().uniform(size=patterns.shape)
 
@@ -305,8 +314,13 @@ def unkeyed(key, patterns):
         (lambda x: calibrate(KEY, x, unkeyed), "corrupt must draw from its key alone"),
         (
             lambda x: fit_likelihood(KEY, jnp.stack([x, 1 - x]), unkeyed),
-            "two calls with the same key gave different patterns",
+            "other draws, as of numpy.random, are made once",
         ),
+        (
+            lambda x: fit_likelihood(KEY, x, Corruption.of(unkeyed)),
+            "corrupt must draw from its key alone",
+        ),
+        (lambda x: Mask(True)(KEY, x), "fraction must be a number, got True"),
         (lambda x: Noise(-1.0)(KEY, x), "scale must be at least 0, got -1"),
         (lambda x: Noise(np.nan)(KEY, x), "scale must be at least 0, got nan"),
         (

@@ -128,6 +128,8 @@ def check_at_least(name: str, value: Any, least: float | int) -> None:
 def check_probability(name: str, value: Any) -> None:
     """Refuses an array, and a concrete number that is not in `[0, 1]`."""
     check_scalar(name, value)
+    if isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
     if not is_traced(value) and not 0 <= _numbers(name, value) <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value}")
 
@@ -227,6 +229,10 @@ def check_memory_set(memories: Any, *, distinct: bool = True) -> None:
         raise ValueError(
             "Stage I needs at least two memories of shape (M, d), got memories of "
             f"shape {memories.shape}"
+        )
+    if not memories.size:
+        raise ValueError(
+            f"memories must have components and sets, got shape {memories.shape}"
         )
     check_finite("memories", memories)
     # Of an array on several hosts, none sees all rows.

@@ -130,9 +130,9 @@ def calibrate(
     Args:
       key: random key.
       memories: stored patterns, one per row.
-      corrupt: `corrupt(key, patterns)` corrupts patterns as queries will be, such as
-        `Mask(0.5)`, `Noise(0.3)` or your own function of JAX arrays; it returns
-        patterns of the same shape, or `(patterns, observed)`.
+      corrupt: `corrupt(key, patterns)` corrupts any number of patterns as queries will
+        be, such as `Mask(0.5)`, `Noise(0.3)` or your own function of JAX arrays; it
+        returns patterns of the same shape, or `(patterns, observed)`.
       queries: about how many corrupted copies the finalists retrieve; each memory has
         as many, or, if there are more memories than this, that many have one.
       accuracy: relative standard error at which the expected error is known well
@@ -148,7 +148,8 @@ def calibrate(
 
     Raises:
       ValueError: if an argument is out of range, all memories are equal, `corrupt`
-        changes the shape or is no function of JAX arrays, or `calibrate` is traced.
+        changes the shape, is no function of JAX arrays or draws without its key, or
+        `calibrate` is traced.
     """
     check_on_host("calibrate", key, memories, corrupt, separations, candidates)
     check_key(key)
@@ -176,6 +177,7 @@ def calibrate(
         separation.check()
     memories = memories.astype(working_dtype(memories))
     corruption = Corruption.of(corrupt, memories=memories)
+    corruption.check_draws(key, memories)
     fit_key, sweep_key, fresh_key = jax.random.split(key, 3)
     if candidates is None:
         candidates = default_candidates(fit_key, memories, corruption)

@@ -234,8 +234,8 @@ class Corruption:
         """Wraps a function or a corruption of this module, for patterns given by name.
 
         Raises:
-          ValueError: if it cannot be called, its numbers are out of range, it is not
-            for such patterns, or a plain function draws without its key.
+          ValueError: if it cannot be called, its numbers are out of range, or it is not
+            for such patterns.
         """
         if isinstance(function, cls):
             cls.of(function.function, **patterns)
@@ -247,12 +247,8 @@ class Corruption:
                 "corrupt must be a function of a key and patterns, such as Mask(0.5), "
                 f"got {function!r}"
             )
-        if not jax.tree_util.all_leaves([function]):
-            return cls(function)
-        corruption = cls(jax.tree_util.Partial(function))
-        for x in patterns.values():
-            corruption._check_draws(x)
-        return corruption
+        leaf = jax.tree_util.all_leaves([function])
+        return cls(jax.tree_util.Partial(function) if leaf else function)
 
     def __call__(
         self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
@@ -288,19 +284,28 @@ class Corruption:
             observed = jnp.broadcast_to(observed, patterns.shape)
         return jnp.asarray(query).astype(patterns.dtype), observed
 
-    def _check_draws(self, patterns: Float[Array, "*sets M d"]) -> None:
-        """Refuses what two calls with one key corrupt differently."""
-        if is_traced(patterns) or is_traced(jnp.zeros(())):
+    def check_draws(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*sets M d"]
+    ) -> None:
+        """Refuses a function whose program differs each time it is traced.
+
+        Raises:
+          ValueError: if it does: it draws without its key.
+        """
+        if isinstance(self.function, (Mask, Noise)) or is_traced(jnp.zeros(())):
             return
-        one = patterns.reshape(-1, *patterns.shape[-2:])[0]
-        first, second = (jax.tree.leaves(self(jax.random.key(0), one)) for _ in "12")
-        for x, y in zip(first, second, strict=True):
-            if not np.array_equal(x, y, equal_nan=True):
-                raise ValueError(
-                    "corrupt must draw from its key alone, with jax.random: two calls "
-                    "with the same key gave different patterns, and compiled, other "
-                    "draws would be made once and never again"
-                )
+        one = jax.ShapeDtypeStruct(patterns.shape[-2:], patterns.dtype)
+
+        def program() -> str:
+            function = jax.jit(lambda key, patterns: self(key, patterns))
+            return function.lower(key, one).as_text()
+
+        if program() != program():
+            raise ValueError(
+                "corrupt must draw from its key alone, with jax.random: other draws, "
+                "as of numpy.random, are made once, when it is compiled, and never "
+                "again"
+            )
 
 
 def posterior_mean(

@@ -23,8 +23,8 @@ from uhop_jax.kernels import LikelihoodKernel, bins
 
 _BINS = 65
 _EVEN = 16  # edges on an even grid
-_LEVELS = 8  # quantiles among which atoms are found
-_SAMPLE = 100_000  # values that edges are made from, at most
+_FREQUENT = 8  # atoms are as frequent as one in so many values
+_SAMPLE = 100_000  # values that edges are made from, about
 _VALUES = 2_000_000  # corrupted component values to learn from, at least
 _LEANING = (0.1, 1e6, 71)  # first, last and number of those tried, on a log grid
 _FLOOR = 1e-16  # of probabilities that a table leans on
@@ -53,7 +53,7 @@ def fit_likelihood(
     Few counts tell little, so a table leans on the one of pairs of bins, which leans on
     pairs of pairs: with `n` counts in a row and `k` of them in a bin to which the
     coarser table gives the probability `p`, the probability is `(k + m p) / (n + m)`,
-    at the `m` under which the counts are likeliest, each given all the others.
+    at the `m` under which the counts are likeliest, each given the others of its row.
 
     A cut keeps what matters to values that occur: the factors are those of the table
     with each bin weighed by its share of the counts.
@@ -62,15 +62,15 @@ def fit_likelihood(
       key: random key.
       memories: stored patterns, one per row.
       corrupt: a corruption, see `uhop_jax.corruption`.
-      copies: corrupted copies of each memory; None is as many as two million component
-        values take, and at least 4.
+      copies: corrupted copies of each memory; None is as many as make two million
+        component values of a memory set, and at least 4.
       rank: rank of the table, from 1; None is the full rank, 65.
 
     Returns:
       The kernel, to be used with `Dot`; its natural `beta` is 1.
 
     Raises:
-      ValueError: if an argument is out of range.
+      ValueError: if an argument is out of range, or `corrupt` draws without its key.
     """
     check_key(key)
     if copies is not None:
@@ -81,18 +81,21 @@ def fit_likelihood(
     check_memory_set(memories, distinct=False)
     memories = memories.astype(working_dtype(memories))
     corruption = Corruption.of(corrupt, memories=memories)
+    corruption.check_draws(key, memories)
+    *sets, M, d = memories.shape
     if copies is None:
-        copies = max(4, -(-_VALUES // (memories.shape[-2] * memories.shape[-1])))
+        copies = max(4, -(-_VALUES // (M * d)))
 
     def run(key: PRNGKeyArray, memories: Array) -> LikelihoodKernel:
         counts, edges = _counts(key, memories, corruption, copies)
         return LikelihoodKernel(*_factors(counts), edges, memories.shape[-1])
 
-    sets = memories.shape[:-2]
-    keys = jax.random.split(key, sets) if sets else key
-    for _ in sets:
-        run = jax.vmap(run)
-    return run(keys, memories).cut(rank)
+    if not sets:
+        return run(key, memories).cut(rank)
+    keys = jax.random.split(key, math.prod(sets))
+    # One after the other: the copies of all sets may not fit.
+    flat = lax.map(lambda pair: run(*pair), (keys, memories.reshape(-1, M, d)))
+    return jax.tree.map(lambda x: x.reshape(*sets, *x.shape[1:]), flat).cut(rank)
 
 
 @functools.partial(jax.jit, static_argnames="copies")
@@ -135,7 +138,7 @@ def _probabilities(counts: Array) -> Array:
     total = counts.sum(1, keepdims=True)
 
     def left_out(m: Array) -> Array:
-        """Log-probability of each count given the others, summed."""
+        """Log-probability of each count given the others of its row, summed."""
         others, all_others = (jnp.maximum(n - 1, 0.0) for n in (counts, total))
         return (counts * jnp.log((others + m * prior) / (all_others + m))).sum()
 
@@ -162,14 +165,16 @@ class _Sample(NamedTuple):
     values: Array
     number: Array
 
-    def quantiles(self, q: Array) -> Array:
+    def places(self, q: Array) -> Array:
+        """Where the quantiles are."""
         last = jnp.maximum(self.number - 1, 0).astype(q.dtype)
-        return self.values[jnp.round(q * last).astype(jnp.int32)]
+        return jnp.round(q * last).astype(jnp.int32)
 
 
 def _sample(values: Array, observed: Array | None = None) -> _Sample:
     stride = max(1, values.size // _SAMPLE)
-    while math.gcd(stride, values.shape[-1]) > 1:  # every component takes its turn
+    # Every component of every memory takes its turn.
+    while math.gcd(stride, math.prod(values.shape[-2:])) > 1:
         stride += 1
     values = values.ravel()[::stride]
     if observed is None:
@@ -183,34 +188,31 @@ def _edges(memories: _Sample, queries: _Sample) -> Array:
     """Edges of `_BINS` bins: around each atom, an even grid, and quantiles.
 
     An atom is an end of the range of memories or queries, where clamping puts many
-    values, or as frequent as `1 / _LEVELS`, so that two quantiles are there. It has
-    edges at itself and at the next number. Quantiles are of the other values, of which
-    none counts as more than it takes for one edge; they take what atoms leave.
+    values, or as frequent as `1 / _FREQUENT`. It has edges at itself and at the next
+    number. Quantiles are of the other values, of which none counts as more than it
+    takes for one edge; they take what atoms leave.
     """
     joined = jnp.sort(jnp.concatenate([memories.values, queries.values]))
     values = _Sample(joined, memories.number + queries.number)
-    atoms = jnp.concatenate([_atoms(memories), _atoms(queries)])
+    atoms = jnp.sort(jnp.concatenate([_atoms(memories), _atoms(queries)]))
     is_atom = (joined[:, None] == atoms[None]).any(-1)
     others = jnp.sort(jnp.where(is_atom, jnp.inf, joined))
     between = jnp.isfinite(others).sum()
     others = jnp.where(between > 0, others, joined)
     between = jnp.where(between > 0, between, values.number)
 
-    atoms = jnp.sort(atoms)
     free = jnp.isinf(atoms) | jnp.append(False, atoms[1:] == atoms[:-1])
     tiny = float(jnp.finfo(joined.dtype).tiny)  # smaller ones compare as zeros
     above = jnp.nextafter(atoms, jnp.inf)
     above = jnp.where(jnp.abs(atoms) < tiny, tiny, above)
     taken = jnp.concatenate([atoms, above])
-    low, high = values.quantiles(jnp.asarray([1e-3, 1 - 1e-3]))
+    low, high = values.values[values.places(jnp.asarray([1e-3, 1 - 1e-3]))]
 
     more = _BINS - 1 - _EVEN - taken.size
     slot = jnp.concatenate([jnp.ones(more, bool), free, free])
     place = (jnp.cumsum(slot) - 1).astype(joined.dtype)
     at = jnp.arange(others.size)
-    first = lax.cummax(jnp.where(others == jnp.roll(others, 1), 0, at))
-    last = jnp.where(others == jnp.roll(others, -1), others.size, at)
-    repeats = lax.cummin(last, reverse=True) - first + 1
+    repeats = _repeats(others)
     most = between.astype(joined.dtype) / (place[-1] + 1)  # values to an edge
     weight = jnp.minimum(most / repeats.astype(joined.dtype), 1.0)
     rank = jnp.cumsum(jnp.where(at < between, weight, 0.0))
@@ -222,8 +224,20 @@ def _edges(memories: _Sample, queries: _Sample) -> Array:
 
 
 def _atoms(sample: _Sample) -> Array:
-    """Values of many, and the ends; infinite where a quantile is none."""
-    levels = sample.quantiles(jnp.linspace(0, 1, _LEVELS, dtype=sample.values.dtype))
-    twice = levels[1:] == levels[:-1]
-    many = jnp.append(True, twice) | jnp.append(twice, True)
-    return jnp.where(many, levels, jnp.inf)
+    """The ends and what is frequent, each once, ascending; infinite behind them."""
+    q = jnp.linspace(0, 1, 2 * _FREQUENT + 1, dtype=sample.values.dtype)
+    at = sample.places(q)  # two of them in what is frequent
+    many = _repeats(sample.values)[at] * _FREQUENT >= sample.number
+    many = many.at[jnp.asarray([0, -1])].set(True)
+    atoms = jnp.sort(jnp.where(many, sample.values[at], jnp.inf))
+    again = jnp.append(False, atoms[1:] == atoms[:-1])
+    return jnp.sort(jnp.where(again, jnp.inf, atoms))[: _FREQUENT + 2]
+
+
+def _repeats(ascending: Array) -> Array:
+    """How often each value occurs."""
+    at = jnp.arange(ascending.size)
+    change = ascending[1:] != ascending[:-1]
+    first = lax.cummax(jnp.where(jnp.append(True, change), at, 0))
+    last = jnp.where(jnp.append(change, True), at, ascending.size)
+    return lax.cummin(last, reverse=True) - first + 1

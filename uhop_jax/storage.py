@@ -103,7 +103,7 @@ def load(path: str | Path) -> Any:
 
 
 class _UnknownTypeError(Exception):
-    """A type of a later version, or of none."""
+    """A type of another version, or of none."""
 
 
 def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -152,5 +152,7 @@ def _build(node: Any, arrays: dict[str, np.ndarray]) -> Any:
         return loaded
     if node["type"] not in _TYPES:
         raise _UnknownTypeError(node["type"])
-    fields = {k: _build(v, arrays) for k, v in node["fields"].items()}
-    return _TYPES[node["type"]](**fields)
+    cls = _TYPES[node["type"]]
+    if set(node["fields"]) != {field.name for field in dataclasses.fields(cls)}:
+        raise _UnknownTypeError(f"{node['type']} of other fields")
+    return cls(**{k: _build(v, arrays) for k, v in node["fields"].items()})

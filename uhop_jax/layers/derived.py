@@ -211,7 +211,7 @@ class HopfieldAttention(nnx.Module):
             out_size=out_features,
             dropout=dropout_rate,
             weight_init=kernel_init,
-            bias_init=bias_init,
+            bias_init=bias_init if use_bias else None,
             use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
