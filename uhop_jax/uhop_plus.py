@@ -70,15 +70,13 @@ def fit_annealed(
     if not hasattr(t_range, "__len__") or len(t_range) != 2:
         raise ValueError(f"t_range must be two numbers, got {t_range}")
     memories = as_floating(memories, "memories")
-    if memories.ndim < 2:
-        raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
+    check_memory_set(memories)
     d = memories.shape[-1]
     sets = memories.shape[:-2]
     keys = jax.random.split(key, (*sets, restarts))
     features = d if features is None else features
     check_count("features", features, 1)
     check_count("steps", steps, 1)
-    check_memory_set(memories)
     memories = memories.astype(working_dtype(memories))
     first, last = (as_scalar("t_range", t, memories.dtype) for t in t_range)
     learning_rate = as_scalar("learning_rate", learning_rate, memories.dtype)
