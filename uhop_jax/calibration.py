@@ -3,6 +3,7 @@
 The memories are known, so copies of them can be corrupted the way queries will be.
 Every candidate model retrieves the copies, in one compiled sweep, and the one with the
 least error is what a user without opinions gets, together with the error to expect.
+Candidates of equal errors, as where none fails, are compared on more copies.
 """
 
 import dataclasses
@@ -50,6 +51,7 @@ SCREENING = 256  # copies on which all candidates are tried
 FINALISTS = 5  # candidates that are tried on all copies, with all separations
 MIN_BATCHES, MAX_BATCHES = 2, 64  # of copies for the expected error
 MULTIPLICATIONS = 2e11  # that the expected error may cost
+TIE_BATCHES = 4  # of copies on which candidates of equal errors are compared
 NEGLIGIBLE = 1e-6  # errors this small beside the spread of the memories are equal
 
 
@@ -203,10 +205,17 @@ def calibrate(
     errors = np.asarray(trials)
     if not np.isfinite(errors).any():
         raise ValueError("every candidate gave NaN on the corrupted copies")
-    best, sep, b = _first_among_equals(errors, np.asarray(betas), negligible)
+    equals = _equals(errors, np.asarray(betas), negligible)
+    playing = [
+        (models[i], jax.tree.map(jnp.asarray, separations[sep]), betas[i, b])
+        for i, sep, b in equals
+    ]
+    tie_key = jax.random.fold_in(key, len(equals))
+    winner = _first_of_least(tie_key, memories, corruption, number, playing, negligible)
+    best, sep, b = equals[winner]
     chosen, separation, beta = models[best], separations[sep], betas[best, b]
     # The least of many noisy errors is too good; fresh copies tell what to expect.
-    model = (chosen, jax.tree.map(jnp.asarray, separation), beta)
+    model = playing[winner]
     squared = right = np.full(1, np.nan)
     if accuracy is not None:
         squared, right = _fresh_errors(
@@ -236,10 +245,11 @@ def default_candidates(
     ridges: Sequence[float] = RIDGES,
     ranks: Sequence[int | None] = RANKS,
 ) -> dict[str, Similarity]:
-    """The similarities that `calibrate` tries, from the simplest on.
+    """The similarities that `calibrate` tries; of equal ones it takes the first.
 
-    Those without a kernel; the closed-form kernel at each ridge, plain and angular; the
-    likelihood kernel at each rank.
+    The likelihood kernel at low ranks, which was learned for this very corruption; the
+    similarities without a kernel; the closed-form kernel at each ridge, plain and
+    angular; and the likelihood kernel at full rank, which costs most.
 
     Args:
       key: random key, for the copies from which the likelihood kernel learns.
@@ -253,7 +263,14 @@ def default_candidates(
       Similarities by name.
     """
     check_key(key)
+    likelihood = fit_likelihood(key, memories, corrupt)
+    likelihoods = {
+        f"likelihood, rank {rank or 'full'}": Dot(likelihood.cut(rank))
+        for rank in ranks
+    }
+    full = {name: likelihoods.pop(name) for name in [*likelihoods] if "full" in name}
     models: dict[str, Similarity] = {
+        **likelihoods,
         "cosine": Cosine(),
         "dot": Dot(),
         "squared l2": NegativeSquaredL2(),
@@ -261,18 +278,14 @@ def default_candidates(
         "l1": NegativeL1(),
         "centred cosine": Cosine(Centering(memories.mean(0))),
     }
-    corruption = Corruption.of(corrupt)
-    _, observed = jax.eval_shape(corruption, key, memories)
+    _, observed = jax.eval_shape(Corruption.of(corrupt), key, memories)
     if observed is not None:
         del models["centred cosine"]  # its kernel, too, would differ for each query
     else:
         for ridge, kernel in whitenings(memories, tuple(ridges)).items():
             models[f"closed form {ridge:g}, angular"] = Cosine(kernel)
             models[f"closed form {ridge:g}"] = Dot(kernel)
-    likelihood = fit_likelihood(key, memories, corruption)
-    for rank in ranks:
-        models[f"likelihood, rank {rank or 'full'}"] = Dot(likelihood.cut(rank))
-    return models
+    return models | full
 
 
 def corrupted_copies(
@@ -394,7 +407,7 @@ def _sweep(
 
     screening, betas = errors(jnp.arange(len(models)), few, separations[:1])
     screening = screening[:, 0]
-    # Errors too small to matter are equal, and the simpler candidate comes first.
+    # Errors too small to matter are equal, and candidates keep their order.
     rank = jnp.where(jnp.isnan(screening), jnp.inf, screening).min(-1)
     _, best = lax.top_k(-jnp.maximum(rank, negligible), min(FINALISTS, len(models)))
     found, finest = errors(best, copies, separations)
@@ -446,19 +459,44 @@ def _standard_error(sample: np.ndarray) -> float:
     return float(sample.std() / sample.size**0.5)
 
 
-def _first_among_equals(
+def _equals(
     errors: np.ndarray, betas: np.ndarray, negligible: float
-) -> tuple[int, int, int]:
-    """Indices of the first candidate with the least error, at the middle of its betas.
+) -> list[tuple[int, int, int]]:
+    """Indices of the candidates with the least error, and where each has it.
 
-    Errors that differ by a negligible amount count as equal: the simplest model wins,
-    at a beta with room on both sides.
+    Errors that differ by a negligible amount count as equal. Each candidate takes the
+    first separation that has it, at the middle of the betas, with room on both sides.
     """
     equal = errors <= np.nanmin(errors) + negligible
-    best, sep = (int(i) for i in np.argwhere(equal.any(-1))[0])
-    order = np.argsort(betas[best])
-    tied = [int(i) for i in order if equal[best, sep, i]]
-    return best, sep, tied[len(tied) // 2]
+    found = []
+    for best in np.flatnonzero(equal.any((1, 2))):
+        sep = int(np.argmax(equal[best].any(-1)))
+        order = np.argsort(betas[best])
+        tied = [int(i) for i in order if equal[best, sep, i]]
+        found.append((int(best), sep, tied[len(tied) // 2]))
+    return found
+
+
+def _first_of_least(
+    key: PRNGKeyArray,
+    memories: Array,
+    corruption: Corruption,
+    number: int,
+    models: list[tuple[Similarity, Separation, Array]],
+    negligible: float,
+) -> int:
+    """Which model has the least error on new copies; of equal ones the first."""
+    playing, totals = list(range(len(models))), np.zeros(len(models))
+    for batch in range(TIE_BATCHES):
+        if len(playing) == 1:
+            break
+        copies = _copies(jax.random.fold_in(key, batch), memories, corruption, number)
+        for i in playing:
+            squared, _ = _copy_errors(memories, *copies, models[i])
+            totals[i] += float(squared.mean())
+        least = totals[playing].min() + negligible * (batch + 1)
+        playing = [i for i in playing if totals[i] <= least]
+    return playing[0]
 
 
 def overlaps_of(
