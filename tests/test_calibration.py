@@ -409,8 +409,8 @@ def test_ridges_and_corruptions_are_checked_before_the_sweep():
 
 
 def test_candidates_that_tie_are_compared_on_more_copies():
-    # Six components, or all: the six are all masked once in 64 times.
-    memories = jnp.asarray(np.random.default_rng(0).normal(size=(8, 40)), jnp.float32)
+    # Of six components all are masked once in 64 times, of 40 never.
+    memories = jnp.asarray([[1.0], [-1.0]]) * jnp.ones((1, 40))
     candidates = {"six": Dot(LinearKernel(jnp.eye(6, 40))), "all": Dot()}
     names = []
     for seed in range(12):
@@ -418,7 +418,7 @@ def test_candidates_that_tie_are_compared_on_more_copies():
             jax.random.key(seed),
             memories,
             Mask(0.5),
-            queries=16,
+            queries=32,
             accuracy=None,
             candidates=candidates,
         )
