@@ -486,17 +486,19 @@ def _first_of_least(
     negligible: float,
 ) -> int:
     """Which model has the least error on new copies; of equal ones the first."""
-    playing, totals = list(range(len(models))), np.zeros(len(models))
-    for batch in range(TIE_BATCHES):
-        if len(playing) == 1:
+    if len(models) == 1:
+        return 0
+    found: list[float] = []
+    for model in models:
+        total = 0.0
+        for batch in range(TIE_BATCHES):
+            batch_key = jax.random.fold_in(key, batch)
+            copies = _copies(batch_key, memories, corruption, number)
+            total += float(_copy_errors(memories, *copies, model)[0].mean())
+        found.append(total / TIE_BATCHES)
+        if found[-1] <= negligible:  # no other has less
             break
-        copies = _copies(jax.random.fold_in(key, batch), memories, corruption, number)
-        for i in playing:
-            squared, _ = _copy_errors(memories, *copies, models[i])
-            totals[i] += float(squared.mean())
-        least = totals[playing].min() + negligible * (batch + 1)
-        playing = [i for i in playing if totals[i] <= least]
-    return playing[0]
+    return int(np.argmax(np.asarray(found) <= min(found) + negligible))
 
 
 def overlaps_of(
