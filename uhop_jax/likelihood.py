@@ -88,7 +88,8 @@ def fit_likelihood(
 
     def run(key: PRNGKeyArray, memories: Array) -> LikelihoodKernel:
         counts, edges = _counts(key, memories, corruption, copies)
-        return LikelihoodKernel(*_factors(counts), edges, memories.shape[-1])
+        memory_table, query_table = _factors(counts)
+        return LikelihoodKernel(memory_table, query_table, edges, d)
 
     if not sets:
         return run(key, memories).cut(rank)
