@@ -264,13 +264,16 @@ def default_candidates(
     """
     check_key(key)
     likelihood = fit_likelihood(key, memories, corrupt)
-    likelihoods = {
-        f"likelihood, rank {rank or 'full'}": Dot(likelihood.cut(rank))
-        for rank in ranks
-    }
-    full = {name: likelihoods.pop(name) for name in [*likelihoods] if "full" in name}
+    low, full = (
+        {
+            f"likelihood, rank {rank or 'full'}": Dot(likelihood.cut(rank))
+            for rank in ranks
+            if (rank is None) == last
+        }
+        for last in (False, True)
+    )
     models: dict[str, Similarity] = {
-        **likelihoods,
+        **low,
         "cosine": Cosine(),
         "dot": Dot(),
         "squared l2": NegativeSquaredL2(),
