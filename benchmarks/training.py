@@ -22,7 +22,7 @@ from timing import compare, main, peer
 from uhop_jax.models import ViH
 from uhop_jax.training import Data, Split, StageOne, Task, Trainer
 from uhop_jax.training.run import Phase
-from uhop_jax.training.vision import scaled
+from uhop_jax.training.vision import channel_statistics, standardised
 
 BATCH, SIZE, CLASSES, IMAGES = 128, 512, 10, 5120
 STEPS = 10  # timed together, as runs take many in a call
@@ -36,13 +36,15 @@ def trainer_of(patch: int) -> Trainer:
         "labels": rng.integers(0, CLASSES, IMAGES).astype(np.int32),
     }
 
+    statistics = channel_statistics(arrays["images"])
+
     def build(rngs: nnx.Rngs) -> nnx.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the single memory
             return ViH((32, 32, 3), CLASSES, patch=patch, size=SIZE, rngs=rngs)
 
     def score(model: Any, batch: Any, key: Any) -> dict[str, jax.Array]:
-        logits = model(scaled(batch["images"], 255), key=key)
+        logits = model(standardised(batch["images"], statistics), key=key)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
         return {"loss": loss}
 
@@ -96,30 +98,31 @@ def torch_step(patch: int) -> Any:
             self.query, self.key, self.value, self.out = (
                 nn.Linear(SIZE, SIZE) for _ in range(4)
             )
+            self.norm = nn.LayerNorm(SIZE)
             self.head = nn.Linear(SIZE, CLASSES)
             self.token = nn.Parameter(torch.randn(1, SIZE))
-            self.positions = nn.Parameter(torch.randn(memories + 1, SIZE))
 
         def forward(self, images: Any) -> Any:
             n, p = 32 // patch, patch
             cut = images.reshape(-1, n, p, n, p, 3).transpose(2, 3)
             tokens = self.embed(cut.reshape(-1, memories, 3 * p * p))
-            tokens = tokens + self.positions[1:]
-            token = (self.token + self.positions[:1]).expand(len(images), 1, SIZE)
+            token = self.token.expand(len(images), 1, SIZE)
             keys = self.key(tokens)
             read = functional.scaled_dot_product_attention(
-                self.query(token), keys, self.value(keys)
+                self.query(token), keys, self.value(keys), dropout_p=0.1
             )
-            return self.head(self.out(read).squeeze(1))
+            return self.head(self.norm(functional.relu(self.out(read).squeeze(1))))
 
     model = Model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     data = torch.randint(0, 255, (IMAGES, 32, 32, 3), dtype=torch.uint8)
+    mean = data.float().mean((0, 1, 2))
+    deviation = data.float().std((0, 1, 2))
     labels = torch.randint(0, CLASSES, (IMAGES,))
 
     def step() -> float:
         index = torch.randint(0, IMAGES, (BATCH,))
-        images = data[index].float() * (2 / 255) - 1
+        images = (data[index].float() - mean) / deviation
         loss = functional.cross_entropy(model(images), labels[index])
         optimizer.zero_grad()
         loss.backward()

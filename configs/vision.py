@@ -6,6 +6,7 @@
 |---|---|---|
 | `digits` (default) | does it run? 8 x 8 digits, U-Hop, no download | 1 minute |
 | `cifar10`, `cifar100` | the paper's table, at its hyperparameters | 3 minutes a seed |
+| `reference` | the released code's runs: 1,000, 5,000 and all images | 30 minutes |
 | `tiny_imagenet` | likewise, three layers | long |
 | `expressiveness` | maximum training accuracy against sample size | long |
 | `convergence` | curves for each sample size | long |
@@ -24,12 +25,15 @@ VARIANTS = (
     "digits",
     "cifar10",
     "cifar100",
+    "reference",
     "tiny_imagenet",
     "expressiveness",
     "convergence",
     "patches",
 )
 PAIRS = ("MHM", "MHM + U-Hop", "Sparse MHM", "Sparse MHM + U-Hop")
+# The layer of the authors' code under U-Hop, with its Stage I and without.
+RELEASED = ("MHM + U-Hop, reference", "MHM + U-Hop, reference, no Stage I")
 CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
 
 
@@ -47,7 +51,7 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
     config.variant = variant
     config.task = "vision"
     config.seeds = (0,)  # runs that are trained side by side
-    config.arms = (*PAIRS, *CONTROLS)
+    config.arms = (*PAIRS, *RELEASED, *CONTROLS)
     config.sizes = (0,)  # training images; 0 is all
     config.patches = (32,)  # sides of a patch, in pixels
 
@@ -55,6 +59,7 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
     config.data.name = "cifar10"
     config.data.dir = ""  # of prepared data sets; "" is TFDS's own place
     config.data.test_limit = 0  # test images; 0 is all
+    config.data.held_out = 0  # training images that judge in place of the test images
     config.data.on_device = True  # False: streamed
 
     config.model = ml_collections.ConfigDict()
@@ -63,10 +68,12 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
     config.model.num_heads = 1
     config.model.depth = 3  # blocks of the transformer
     config.model.mlp_size = 0  # of the transformer; 0 is four times the size
+    config.model.mlp_dropout = 0.3  # of the transformer, in its MLPs
+    config.model.positions = False  # learned ones, added to the tokens
     config.model.steps = 1  # updates of a layer
     config.model.beta = 0.0  # 0 is 1 / sqrt(size of a head)
     config.model.alpha = 1.5  # of the arms with entmax
-    config.model.dropout = 0.0
+    config.model.dropout = 0.1  # of the weights over memories
     config.model.dtype = "float32"  # of the computation; parameters are float32
     config.model.kernel_start = "identity"  # or "random"
 
@@ -74,7 +81,7 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
     config.train.epochs = 25
     config.train.batch_size = 128
     config.train.learning_rate = 1e-3
-    config.train.cosine = False  # to zero over the run
+    config.train.cosine = True  # to zero over the epochs
     config.train.weight_decay = 0.0
     config.train.label_smoothing = 0.0
     config.train.patience = 0  # epochs without a better test accuracy; 0 is no limit
@@ -87,8 +94,8 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
 
     config.stage_one = ml_collections.ConfigDict()
     config.stage_one.steps = 1  # N_i
-    config.stage_one.epochs = 1  # of the arms with warm-up
-    config.stage_one.batch_size = 128  # B_1
+    config.stage_one.epochs = 50  # of the arms with warm-up, and of the reference
+    config.stage_one.batch_size = 200  # B_1
     config.stage_one.rate = 0.1
     config.stage_one.loss = "average"  # or "maximum", "deep"
     config.stage_one.t = 2.0
@@ -106,15 +113,19 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
             config.model.size = 64
             config.model.num_heads = 4
             config.model.depth = 2
-            config.model.dropout = 0.1
+            config.model.mlp_dropout = 0.1
+            config.model.positions = True
             config.train.epochs = 30
             config.train.batch_size = 32
             config.train.learning_rate = 3e-3
-            config.train.cosine = True
             config.train.label_smoothing = 0.1
             config.stage_one.batch_size = 32
         case "cifar100":
             config.data.name = "cifar100"
+        case "reference":
+            config.arms = ("MHM", *RELEASED)
+            config.sizes = (1000, 5000, 0)
+            config.seeds = (0, 1, 2, 3, 4)
         case "tiny_imagenet":
             config.data.name = "tiny_imagenet"
             config.patches = (64,)
@@ -133,9 +144,9 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
             config.model.name = "transformer"
             config.model.size = 128
             config.model.num_heads = 4
-            config.model.dropout = 0.1
+            config.model.mlp_dropout = 0.1
+            config.model.positions = True
             config.train.epochs = 10
-            config.train.cosine = True
             config.train.weight_decay = 0.05
             config.augment.flip = True
             config.augment.crop = 4

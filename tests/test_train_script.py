@@ -154,6 +154,7 @@ def test_the_best_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
 def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
     arms = ("Sparse MHM + U-Hop, warm-up", "MHM, matched size")
     changes = {"arms": arms[:1], "train.epochs": 1, "sizes": (20, 40)}
+    changes |= {"stage_one.epochs": 1}
     train_and_evaluate(tiny(**changes), tmp_path)
     rows = records(tmp_path / "results.csv")
     assert [(r["arm"], r["size"]) for r in rows] == [(arms[0], "20"), (arms[0], "40")]

@@ -30,7 +30,13 @@ from uhop_jax.training import (
 from uhop_jax.training.checkpoints import Checkpoints
 from uhop_jax.training.run import Phase, best_epoch
 from uhop_jax.training.steps import SEPARATIONS
-from uhop_jax.training.vision import Cell, augmented, scaled, task_of
+from uhop_jax.training.vision import (
+    Cell,
+    augmented,
+    channel_statistics,
+    standardised,
+    task_of,
+)
 
 N = 48
 
@@ -160,7 +166,8 @@ def test_stage_one_steps_are_sgd_on_the_separation_loss():
     order = trainer.order(0)
     first = host(trainer.init())
     kernels, rest = jax.tree.map(lambda x: x[0], (first.kernels, first.rest))
-    pixels = scaled(jnp.asarray(trainer.task.train.arrays["images"]), 16)
+    images = trainer.task.train.arrays["images"]
+    pixels = standardised(jnp.asarray(images), channel_statistics(digits().raw))
 
     @jax.jit
     @jax.grad
@@ -385,3 +392,128 @@ def test_kernels_are_what_stage_one_may_move():
     model = trainer.task.build(nnx.Rngs(0))
     _, kernels, _ = nnx.split(model, KernelParam, ...)
     assert jax.tree.leaves(kernels)[0].shape == (8, 8)
+
+
+def test_each_seed_draws_its_own_examples_once_for_all_epochs():
+    task = trainer_of().task
+    train = task.train._replace(size=10, drawn_from=N)
+    seen = []
+    for seeds in ((0, 1), (1,)):
+        trainer = Trainer(
+            task._replace(train=train),
+            optax.adam(1e-2),
+            StageOne(schedule="warmup", batch_size=5),
+            batch_size=4,
+            seeds=seeds,
+            devices=jax.devices()[:1],
+        )
+        orders = [np.asarray(trainer.order(epoch)["task"]) for epoch in (0, 1)]
+        stage = np.asarray(trainer.stage_order(0))
+        for rows in orders:
+            assert rows.shape == (len(seeds), 3, 4)  # two in the last that do not count
+        each = [{*r.ravel()[:10]} for r in orders[0]]
+        for number, examples in enumerate(each):
+            assert len(examples) == 10
+            assert {*orders[1][number].ravel()[:10]} == examples
+            assert {*stage[number].ravel()} == examples
+        seen.append(each)
+    assert seen[0][1] == seen[1][0] and seen[0][0] != seen[0][1]
+    # Judged without dropout, a seed sees what it is trained on.
+    arrays = trainer.place(dict(train.arrays))
+    state = trainer.init()
+    found = trainer.evaluate(state, arrays, 10, train.take, drawn=True)
+    rows = np.asarray(sorted(seen[1][0]))
+    part = {name: jnp.asarray(x[rows]) for name, x in train.arrays.items()}
+    wanted = trainer.evaluate(state, part, 10, train.take)
+    assert_close(found["loss"], wanted["loss"], scale=10)
+
+
+def test_a_last_batch_that_is_not_full_counts_what_it_holds():
+    """An epoch of two steps by hand: 5 examples, then 2 beside 3 that only fill up."""
+    trainer = trainer_of("MHM")
+    train, score = trainer.task.train._replace(size=7), trainer.task.score
+    trainer = Trainer(
+        trainer.task._replace(
+            train=train, score=lambda model, batch, key: score(model, batch, None)
+        ),
+        optax.sgd(0.1),
+        StageOne(),
+        batch_size=5,
+        seeds=(0,),
+        devices=jax.devices()[:1],
+    )
+    assert trainer.steps_per_epoch == 2
+    state = host(trainer.init())
+    order = np.asarray(trainer.order(0)["task"])[0]
+    rest = jax.tree.map(lambda x: x[0], state.rest)
+    batches = order[0], order[1][:2]
+
+    def loss(rest, rows):
+        model = nnx.merge(trainer.graphdef, state.kernels, rest)
+        batch = train.take({k: jnp.asarray(v) for k, v in train.arrays.items()}, rows)
+        return trainer.task.score(model, batch, None)["loss"].mean()
+
+    total = 0.0
+    for rows in batches:
+        value, slope = jax.jit(jax.value_and_grad(loss))(rest, jnp.asarray(rows))
+        total += len(rows) * float(value)
+        rest = jax.tree.map(lambda w, g: w - 0.1 * g, rest, slope)
+    after = run(trainer, trainer.init())
+    for a, b in zip(jax.tree.leaves(rest), jax.tree.leaves(after.rest), strict=True):
+        assert_close(b[0], a, scale=30)
+    assert float(after.sums["examples"][0]) == 7
+    assert float(after.sums["loss"][0]) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:a patch of")
+@pytest.mark.parametrize("reference", [False, True])
+def test_one_patch_is_an_mlp_with_one_hidden_layer(reference):
+    """The released classifier in matrices: W_V W_K y, or W_V y, ReLU, LayerNorm."""
+    options = {"values": "direct" if reference else "keys", "kernel": reference}
+    model = ViH((4, 4, 3), 5, patch=4, size=8, rngs=nnx.Rngs(0), **options)
+    images = jnp.asarray(np.random.default_rng(0).normal(size=(6, 4, 4, 3)))
+
+    def apply(layer, x):
+        w, b = (np.asarray(p[...], np.float64) for p in (layer.kernel, layer.bias))
+        return x @ w.reshape(x.shape[-1], -1) + b.ravel()
+
+    layer = model.association
+    y = apply(model.patches.embed, np.asarray(images, np.float64).reshape(6, -1))
+    y = apply(layer.value, y if reference else apply(layer.key, y))
+    h = np.maximum(apply(layer.out, y), 0)
+    h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5)
+    assert_close(model(images), apply(model.head, h))
+    # A dropped weight leaves nothing of the image: one answer for all such draws.
+    drawn = np.asarray(
+        model(jnp.tile(images[:1], (400, 1, 1, 1)), key=jax.random.key(0))
+    )
+    answers, counts = np.unique(drawn.round(3), axis=0, return_counts=True)
+    assert len(answers) == 2 and 20 <= counts.min() <= 60  # of 400, one in ten
+
+
+def test_start_values_are_those_of_the_release():
+    """Uniform within 1 / sqrt(fan in) of zero; a class token from N(0, 1)."""
+    model = ViH((8, 8, 1), 5, patch=4, size=64, rngs=nnx.Rngs(0))
+    for layer, fan_in in (
+        (model.patches.embed, 16),
+        (model.association.query, 64),
+        (model.association.out, 64),
+        (model.head, 64),
+    ):
+        for parameter in (layer.kernel, layer.bias):
+            values = np.abs(np.asarray(parameter[...]))
+            assert values.max() <= fan_in**-0.5
+            if values.size > 1000:
+                assert values.max() > 0.99 * fan_in**-0.5
+                assert values.mean() == pytest.approx(fan_in**-0.5 / 2, rel=0.1)
+    assert np.asarray(model.patches.token[...]).std() == pytest.approx(1, rel=0.3)
+
+
+def test_images_are_standardised_by_their_train_split():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 200, (30, 5, 4, 3)).astype(np.uint8)
+    images[..., 2] = 7  # without spread
+    found = np.asarray(standardised(jnp.asarray(images), channel_statistics(images)))
+    flat = found.reshape(-1, 3)
+    np.testing.assert_allclose(flat.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(flat.std(0), [1, 1, 0], atol=1e-5)

@@ -1,5 +1,6 @@
 """Kernels in models: feature maps that Stage I learns, and their separation loss."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,22 @@ from jaxtyping import Array, Float
 from uhop_jax._checks import check_choice
 from uhop_jax.losses import least_separation_loss, separation_loss
 
-STARTS = ("identity", "random")
+STARTS = ("identity", "random", "uniform")
+
+
+def fan_in_uniform() -> Callable[..., Array]:
+    """Start values uniform within `1 / sqrt(fan in)` of zero, PyTorch's for weights."""
+    return nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+def fan_in_bound(size: int) -> Callable[..., Array]:
+    """Start values uniform within `1 / sqrt(size)` of zero, PyTorch's for biases."""
+    bound = size**-0.5
+
+    def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
 
 
 class KernelParam(nnx.Param):
@@ -32,9 +48,11 @@ class LinearFeatures(nnx.Module):
     Args:
       size: dimension `d` of patterns.
       feature_size: `D`; `d` by default.
-      start: `identity` (so that a new layer equals one without a kernel) or `random`
-        (`N(0, 1 / d)`).
-      use_bias: add a bias, as the authors' code does; it begins at zero.
+      start: `identity` (so that a new layer equals one without a kernel), `random`
+        (`N(0, 1 / d)`), or `uniform` (within `1 / sqrt(d)` of zero, the bias too, as in
+        the authors' code).
+      use_bias: add a bias, as the authors' code does; it begins at zero, unless the
+        start is `uniform`.
       dtype: of the computation; None follows inputs and parameters.
       param_dtype: of the parameters.
       rngs: for the random start.
@@ -59,16 +77,17 @@ class LinearFeatures(nnx.Module):
         if start == "identity":
             weights = jnp.eye(*shape, dtype=param_dtype)
         else:
-            init = nnx.initializers.lecun_normal()
+            uniform = start == "uniform"
+            init = fan_in_uniform() if uniform else nnx.initializers.lecun_normal()
             weights = init(rngs.params(), shape, param_dtype)
         self.feature_size = shape[1]
         self.dtype = dtype
         self.weights = KernelParam(weights)
-        self.bias = (
-            KernelParam(jnp.zeros(shape[1], param_dtype))
-            if use_bias
-            else nnx.data(None)
-        )
+        self.bias = nnx.data(None)
+        if use_bias:
+            zeros = nnx.initializers.zeros
+            init = fan_in_bound(size) if start == "uniform" else zeros
+            self.bias = KernelParam(init(rngs.params(), shape[1:], param_dtype))
 
     def __call__(self, patterns: Float[Array, "*batch d"]) -> Float[Array, "*batch D"]:
         """Features, one vector for each pattern."""

@@ -1,7 +1,11 @@
 """Image classifiers in which Hopfield layers take the place of attention [app:cls].
 
-Both cut an image into patches, embed them linearly, add learned positions and a class
-token, and read the class from that token (Dosovitskiy et al. 2020).
+Both cut an image into patches, embed them linearly, add a class token, and read the
+class from that token (Dosovitskiy et al. 2020). What the paper's text leaves open
+follows the code that its authors released (github.com/MAGICS-LAB/UHop, commit 31c5791,
+`models.py` and `layers.py`): ReLU and LayerNorm before the head, so that one layer over
+one patch is an MLP with one hidden layer and no linear classifier; a class token drawn
+from N(0, 1); no positions; dropout; biases, and start values as PyTorch has them.
 """
 
 import warnings
@@ -12,8 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from uhop_jax._checks import check_count
+from uhop_jax._checks import check_count, check_rate
 from uhop_jax.layers import Hopfield, dropped
+from uhop_jax.layers.features import fan_in_bound, fan_in_uniform
 
 
 class Patches(nnx.Module):
@@ -23,6 +28,7 @@ class Patches(nnx.Module):
       image_shape: `(height, width, channels)`.
       patch: side of a patch in pixels; it must divide height and width.
       size: dimension of tokens.
+      positions: add a learned position to each token.
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: for the start values.
@@ -37,6 +43,7 @@ class Patches(nnx.Module):
         patch: int,
         size: int,
         *,
+        positions: bool,
         dtype: Any,
         param_dtype: Any,
         rngs: nnx.Rngs,
@@ -56,25 +63,25 @@ class Patches(nnx.Module):
                 "every weight is 1, whatever the separation, the kernel and beta",
                 stacklevel=3,
             )
-        self.embed = nnx.Linear(
+        self.embed = _linear(
             patch * patch * channels,
             size,
             dtype=dtype,
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        init = nnx.initializers.normal(0.02)
-        self.token = nnx.Param(init(rngs.params(), (1, size), param_dtype))
-        positions = (self.number + 1, size)
-        self.positions = nnx.Param(init(rngs.params(), positions, param_dtype))
+        token = jax.random.normal(rngs.params(), (1, size), param_dtype)
+        self.token = nnx.Param(token)
+        self.positions = nnx.data(None)
+        if positions:
+            init = nnx.initializers.normal(0.02)
+            shape = (self.number + 1, size)
+            self.positions = nnx.Param(init(rngs.params(), shape, param_dtype))
 
     def __call__(
         self, images: Float[Array, "*batch height width channels"]
     ) -> tuple[Float[Array, "1 size"], Float[Array, "*batch patches size"]]:
-        """The class token, which is that of all images, and those of the patches.
-
-        Positions are added.
-        """
+        """The class token, which all images share, and the tokens of the patches."""
         if images.shape[-3:] != self.image_shape:
             raise ValueError(
                 f"images must have shape (..., {', '.join(map(str, self.image_shape))})"
@@ -85,19 +92,26 @@ class Patches(nnx.Module):
         cut = images.reshape(*batch, height // p, p, width // p, p, channels)
         cut = jnp.swapaxes(cut, -4, -3).reshape(*batch, self.number, p * p * channels)
         tokens = self.embed(cut)
+        token = jnp.asarray(self.token[...]).astype(tokens.dtype)
+        if self.positions is None:
+            return token, tokens
         positions = self.positions[...].astype(tokens.dtype)
-        token = jnp.asarray(self.token[...]).astype(tokens.dtype) + positions[:1]
-        return token, tokens + positions[1:]
+        return token + positions[:1], tokens + positions[1:]
 
 
 class ViH(nnx.Module):
     """One Hopfield layer: the class token retrieves from the patches [app:cls].
+
+    What it retrieves passes a ReLU and a LayerNorm on its way to the head.
 
     Args:
       image_shape: `(height, width, channels)`.
       classes: number of classes.
       patch: side of a patch in pixels.
       size: dimension of tokens.
+      positions: add a learned position to each token.
+      dropout: of the weights over the patches. A dropped weight leaves nothing of an
+        image that is one patch.
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: for the start values.
@@ -114,15 +128,21 @@ class ViH(nnx.Module):
         *,
         patch: int = 32,
         size: int = 512,
+        positions: bool = False,
+        dropout: float = 0.1,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
     ):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        self.patches = Patches(image_shape, patch, size, rngs=rngs, **dtypes)
+        self.patches = Patches(
+            image_shape, patch, size, positions=positions, rngs=rngs, **dtypes
+        )
+        options = _starts(size) | {"dropout": dropout} | options
         self.association = Hopfield(size, rngs=rngs, **dtypes, **options)
-        self.head = nnx.Linear(size, classes, rngs=rngs, **dtypes)
+        self.norm = nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **dtypes)
+        self.head = _linear(size, classes, rngs=rngs, **dtypes)
 
     def __call__(
         self,
@@ -132,7 +152,8 @@ class ViH(nnx.Module):
     ) -> Float[Array, "*batch classes"]:
         """Logits; no dropout without a key."""
         token, patches = self.patches(images)
-        return self.head(self.association(token, patches, key=key).squeeze(-2))
+        retrieved = self.association(token, patches, key=key).squeeze(-2)
+        return self.head(self.norm(jax.nn.relu(retrieved)))
 
 
 class VisionHopfield(nnx.Module):
@@ -146,7 +167,9 @@ class VisionHopfield(nnx.Module):
       depth: blocks.
       num_heads: heads of each.
       mlp_size: hidden width of the MLPs; `4 * size` by default.
-      dropout: of weights and of what each branch adds.
+      positions: add a learned position to each token.
+      dropout: of the weights of the associations.
+      mlp_dropout: of the hidden layer and of the output of the MLPs.
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: for the start values.
@@ -166,7 +189,9 @@ class VisionHopfield(nnx.Module):
         depth: int = 3,
         num_heads: int = 4,
         mlp_size: int | None = None,
-        dropout: float = 0.0,
+        positions: bool = False,
+        dropout: float = 0.1,
+        mlp_dropout: float = 0.3,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -174,14 +199,19 @@ class VisionHopfield(nnx.Module):
     ):
         check_count("depth", depth, 1)
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        self.patches = Patches(image_shape, patch, size, rngs=rngs, **dtypes)
+        check_rate("mlp_dropout", mlp_dropout)
+        self.patches = Patches(
+            image_shape, patch, size, positions=positions, rngs=rngs, **dtypes
+        )
         width = 4 * size if mlp_size is None else mlp_size
         options |= {"num_heads": num_heads, "dropout": dropout}
+        options |= {"mlp_dropout": mlp_dropout} | dtypes
         self.blocks = nnx.List(
-            [Block(size, width, rngs=rngs, **dtypes, **options) for _ in range(depth)]
+            [Block(size, width, rngs=rngs, **options) for _ in range(depth)]
         )
-        self.norm = nnx.LayerNorm(size, rngs=rngs, **dtypes)
-        self.head = nnx.Linear(size, classes, rngs=rngs, **dtypes)
+        self.norm_tokens = nnx.LayerNorm(size, rngs=rngs, **dtypes)
+        self.norm = nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **dtypes)
+        self.head = _linear(size, classes, rngs=rngs, **dtypes)
 
     def __call__(
         self,
@@ -196,7 +226,8 @@ class VisionHopfield(nnx.Module):
         for number, block in enumerate(self.blocks):
             within = None if key is None else jax.random.fold_in(key, number)
             tokens = block(tokens, key=within)
-        return self.head(self.norm(tokens[..., 0, :]))
+        token = self.norm_tokens(tokens[..., 0, :])
+        return self.head(self.norm(jax.nn.relu(token)))
 
 
 class Block(nnx.Module):
@@ -207,7 +238,7 @@ class Block(nnx.Module):
         size: int,
         mlp_size: int,
         *,
-        dropout: float,
+        mlp_dropout: float,
         dtype: Any,
         param_dtype: Any,
         rngs: nnx.Rngs,
@@ -217,18 +248,30 @@ class Block(nnx.Module):
         self.norm_association = nnx.LayerNorm(size, rngs=rngs, **dtypes)
         self.norm_mlp = nnx.LayerNorm(size, rngs=rngs, **dtypes)
         self.association = Hopfield(
-            size, dropout=dropout, rngs=rngs, **dtypes, **options
+            size, rngs=rngs, **dtypes, **(_starts(size) | options)
         )
+        init = nnx.initializers
+        dtypes |= {"kernel_init": init.xavier_uniform(), "bias_init": init.normal(1e-6)}
         self.up = nnx.Linear(size, mlp_size, rngs=rngs, **dtypes)
         self.down = nnx.Linear(mlp_size, size, rngs=rngs, **dtypes)
-        self.dropout = dropout
+        self.mlp_dropout = mlp_dropout
 
     def __call__(
         self, tokens: Float[Array, "*batch L size"], *, key: Array | None = None
     ) -> Float[Array, "*batch L size"]:
         """Tokens after both branches."""
         keys = [None] * 3 if key is None else jax.random.split(key, 3)
-        found = self.association(self.norm_association(tokens), key=keys[0])
-        tokens = tokens + dropped(found, self.dropout, keys[1])
-        found = self.down(jax.nn.gelu(self.up(self.norm_mlp(tokens))))
-        return tokens + dropped(found, self.dropout, keys[2])
+        tokens = tokens + self.association(self.norm_association(tokens), key=keys[0])
+        hidden = jax.nn.gelu(self.up(self.norm_mlp(tokens)), approximate=False)
+        hidden = dropped(hidden, self.mlp_dropout, keys[1])
+        return tokens + dropped(self.down(hidden), self.mlp_dropout, keys[2])
+
+
+def _starts(size: int) -> dict[str, Any]:
+    """Start values of projections from `size` dimensions."""
+    return {"weight_init": fan_in_uniform(), "bias_init": fan_in_bound(size)}
+
+
+def _linear(size: int, out: int, **options: Any) -> nnx.Linear:
+    starts = {"kernel_init": fan_in_uniform(), "bias_init": fan_in_bound(size)}
+    return nnx.Linear(size, out, **starts, **options)

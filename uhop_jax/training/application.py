@@ -69,7 +69,7 @@ class Application(abc.ABC):
         batch = min(self.config.train.batch_size, task.train.size)
         return Trainer(
             task,
-            self.optimizer(task.train.size // batch),
+            self.optimizer(-(-task.train.size // batch)),
             StageOne(
                 schedule=arm.schedule, by_task=arm.by_task, **self.config.stage_one
             ),

@@ -36,15 +36,16 @@ def _arms() -> dict[str, Arm]:
     found: dict[str, Arm] = {}
     bases = {"MHM": "softmax", "Sparse MHM": "sparsemax", "entmax": "entmax"}
     bases["GSH"] = "learned"  # generalised sparse Hopfield, of STanHop-Net
+    same: dict[str, Any] = {"kernel": True, "by_task": True, "start": "uniform"}
+    same["reference"] = True
     for name, separation in bases.items():
         found |= {
             name: Arm(separation),
             f"{name} + U-Hop": Arm(separation, True, "bilevel"),
             f"{name} + U-Hop, warm-up": Arm(separation, True, "warmup"),
             f"{name} + U-Hop, then task": Arm(separation, True, "bilevel", True),
-            f"{name} + U-Hop, reference": Arm(
-                separation, True, "reference", True, "random", True
-            ),
+            f"{name} + U-Hop, reference": Arm(separation, schedule="reference", **same),
+            f"{name} + U-Hop, reference, no Stage I": Arm(separation, **same),
             f"{name} + untrained kernel": Arm(separation, True, start="random"),
             f"{name} + kernel by task": Arm(separation, True, by_task=True),
             f"{name}, matched size": Arm(separation, matched=True),

@@ -231,13 +231,21 @@ class Data:
         """Mean of each metric over a whole split (its name), for each seed."""
         split: Split = getattr(self.trainer.task, part)
         names, batch = self.trainer.metrics, self.trainer.batch_size
+        drawn = split.drawn_from is not None
+        if drawn and not self._resident(split):
+            raise ValueError(
+                "train.test_train judges examples that each seed draws, which are not "
+                "streamed: data.on_device must be True, got False"
+            )
         count, last = split.size, 1.0
         if split.by_batch and split.size % batch:
             last = batch / (split.size % batch)
             count = -(-split.size // batch) * batch
         sums = {name: np.zeros(len(self.trainer.keys)) for name in names}
         for arrays, number in self._blocks(split):
-            found = self.trainer.evaluate(state, arrays, number, split.take, last)
+            found = self.trainer.evaluate(
+                state, arrays, number, split.take, last, drawn=drawn
+            )
             for name in names:
                 sums[name] += np.asarray(found[name], np.float64)
         return {name: total / count for name, total in sums.items()}
@@ -285,7 +293,8 @@ class Data:
 
 
 def _row_bytes(split: Split) -> float:
-    return max(sum(x.nbytes for x in split.arrays.values()) / split.size, 1.0)
+    examples = split.drawn_from or split.size
+    return max(sum(x.nbytes for x in split.arrays.values()) / examples, 1.0)
 
 
 def _phases(trainer: Trainer, goal: Goal) -> list[Phase]:

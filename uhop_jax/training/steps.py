@@ -27,7 +27,7 @@ SCHEDULES = ("none", "bilevel", "warmup", "reference")
 # lower bound.
 SEPARATIONS = ("separation", "separation_gap")
 # Streams of random numbers of a seed.
-INIT, ORDER, STAGE_ONE, TASK = range(4)
+INIT, ORDER, STAGE_ONE, TASK, DRAW = range(5)
 
 Batch = Mapping[str, Array]
 Take = Callable[[Mapping[str, Array], Array], Batch]
@@ -42,6 +42,8 @@ class Split(NamedTuple):
       take: `take(arrays, index)` gives the batch of some examples.
       by_row: whether each array has one row for each example, so that a part of the
         rows can be streamed.
+      drawn_from: examples from which each seed draws `size` at random, once; None where
+        all seeds see the same.
       by_batch: whether its metrics are means over batches, of which a last one that is
         not full counts as much as the others, and not means over examples.
     """
@@ -50,6 +52,7 @@ class Split(NamedTuple):
     size: int
     take: Take
     by_row: bool = True
+    drawn_from: int | None = None
     by_batch: bool = False
 
 
@@ -189,7 +192,7 @@ class Trainer:
         )
         self.seeds = tuple(seeds)
         self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-        self.steps_per_epoch = task.train.size // self.batch_size
+        self.steps_per_epoch = -(-task.train.size // self.batch_size)
         model = nnx.eval_shape(lambda: task.build(nnx.Rngs(0)))
         graphdef, kernels, *_ = nnx.split(model, KernelParam, ...)
         self.graphdef: Any = graphdef
@@ -258,33 +261,47 @@ class Trainer:
     def order(self, epoch: Array) -> dict[str, Array]:
         """Which examples each step of an epoch sees, `(seeds, steps, size)`.
 
-        The task sees each example at most once; what does not fill a batch is left out,
-        in every epoch another part. Stage I draws its batches anew at every step.
+        The task sees each example once. A last batch that is not full is filled with
+        examples that do not count. Stage I draws its batches anew at every step.
         """
         size, steps = self.task.train.size, self.steps_per_epoch
         draws = self.stage_one.steps if self.stage_one.schedule == "bilevel" else 0
 
-        def of_seed(key: Array) -> dict[str, Array]:
-            key = jax.random.fold_in(jax.random.fold_in(key, ORDER), epoch)
-            order = jax.random.permutation(key, size)[: steps * self.batch_size]
+        def of_seed(seed_key: Array) -> dict[str, Array]:
+            key = jax.random.fold_in(jax.random.fold_in(seed_key, ORDER), epoch)
+            task_key, stage_key = jax.random.split(key)
+            order = jax.random.permutation(task_key, size)
+            order = jnp.pad(order, (0, steps * self.batch_size - size))
             shape = (steps, draws * self.stage_batch)
-            stage = jax.random.randint(jax.random.fold_in(key, 1), shape, 0, size)
-            return {"task": order.reshape(steps, -1), "stage": stage}
+            stage = jax.random.randint(stage_key, shape, 0, size)
+            orders = {"task": order.reshape(steps, -1), "stage": stage}
+            return {name: self._drawn(seed_key, x) for name, x in orders.items()}
 
         return jax.vmap(of_seed)(self.keys)
 
     @functools.partial(jax.jit, static_argnums=0)
     def stage_order(self, epoch: Array) -> Array:
-        """Which examples each step of an epoch of Stage I sees."""
+        """Which examples each step of an epoch of Stage I sees.
+
+        What does not fill a batch is left out, in every epoch another part.
+        """
         size = self.task.train.size
         steps = size // self.stage_batch
 
-        def of_seed(key: Array) -> Array:
-            key = jax.random.fold_in(jax.random.fold_in(key, STAGE_ONE), epoch)
+        def of_seed(seed_key: Array) -> Array:
+            key = jax.random.fold_in(jax.random.fold_in(seed_key, STAGE_ONE), epoch)
             order = jax.random.permutation(key, size)[: steps * self.stage_batch]
-            return order.reshape(steps, -1)
+            return self._drawn(seed_key, order.reshape(steps, -1))
 
         return jax.vmap(of_seed)(self.keys)
+
+    def _drawn(self, key: Array, index: Array) -> Array:
+        """Where the examples of a seed lie, by their number among those it sees."""
+        split = self.task.train
+        if split.drawn_from is None:
+            return index
+        key = jax.random.fold_in(key, DRAW)
+        return jax.random.permutation(key, split.drawn_from)[: split.size][index]
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def advance(
@@ -320,7 +337,7 @@ class Trainer:
 
         return lax.fori_loop(first, last, body, state)
 
-    @functools.partial(jax.jit, static_argnums=(0, 4))
+    @functools.partial(jax.jit, static_argnums=(0, 4), static_argnames="drawn")
     def evaluate(
         self,
         state: TrainState,
@@ -328,14 +345,17 @@ class Trainer:
         number: Array,
         take: Take,
         last: Array | float = 1.0,
+        *,
+        drawn: bool = False,
     ) -> dict[str, Array]:
         """Sums of the metrics over the first `number` examples that `take` gives.
 
-        Those of a last batch that is not full count `last` times.
+        Those of a last batch that is not full count `last` times. If examples are
+        `drawn`, each seed is judged on those that it is trained on.
         """
         size = self.batch_size
 
-        def one(kernels: Any, rest: Any) -> dict[str, Array]:
+        def one(kernels: Any, rest: Any, key: Array) -> dict[str, Array]:
             model = nnx.merge(self.graphdef, kernels, rest)
 
             def body(i: Array, sums: dict[str, Array]) -> dict[str, Array]:
@@ -343,6 +363,7 @@ class Trainer:
                 weight = jnp.where((i + 1) * size > number, last, 1.0)
                 weight = jnp.where(index < number, weight, 0.0).astype(jnp.float32)
                 index = jnp.minimum(index, number - 1)
+                index = self._drawn(key, index) if drawn else index
                 batch = self._take(take, arrays, index)
                 found = self.task.score(model, batch, None)
                 return {
@@ -353,7 +374,8 @@ class Trainer:
             zeros = {name: jnp.zeros((), jnp.float32) for name in self.metrics}
             return lax.fori_loop(0, (number + size - 1) // size, body, zeros)
 
-        return self._over_seeds(one, (0, 0))(state.kernels, state.rest)
+        parts = state.kernels, state.rest, self.keys
+        return self._over_seeds(one, (0, 0, 0))(*parts)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def outputs(
@@ -412,6 +434,8 @@ class Trainer:
         keys = jax.random.split(key)
         batch = self._take(self.task.train.take, arrays, rows["task"])
         batch = self.task.augment(batch, keys[0])
+        counts = self._counts(number)
+        examples = counts.sum()
 
         def loss(learned: Any) -> tuple[Array, dict[str, Array]]:
             kernels, rest = (
@@ -419,7 +443,7 @@ class Trainer:
             )
             model = nnx.merge(self.graphdef, kernels, rest)
             found = self.task.score(model, batch, keys[1])
-            return found["loss"].mean(), found
+            return (counts * found["loss"]).sum() / examples, found
 
         learned = (
             (state.kernels, state.rest) if self._task_moves_kernels else state.rest
@@ -432,9 +456,15 @@ class Trainer:
         )
         sums = dict(state.sums)
         for name in self.metrics:
-            sums[name] = sums[name] + found[name].sum(dtype=jnp.float32)
-        sums["examples"] = sums["examples"] + len(found["loss"])
+            sums[name] += (counts * found[name]).sum(dtype=jnp.float32)
+        sums["examples"] += examples
         return TrainState(kernels, rest, optimizer, sums)
+
+    def _counts(self, number: Array) -> Array:
+        """Which examples of a step count, as 0 and 1: all but those that fill it up."""
+        first = number % self.steps_per_epoch * self.batch_size
+        place = first + jnp.arange(self.batch_size)
+        return (place < self.task.train.size).astype(jnp.float32)
 
     def _separation_step(
         self, state: TrainState, arrays: Any, index: Array, through: bool
