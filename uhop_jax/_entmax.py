@@ -298,7 +298,8 @@ def entmax_conjugate(z: Array, alpha: Array) -> Array:
     p = entmax_weights(z, alpha, None)
     top = jnp.max(z, axis=-1, initial=-jnp.inf)
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    u = jnp.where(p > 0, z - top[..., None], 0.0)
+    above = p > 0
+    u = jnp.where(above & (z != top[..., None]), z - top[..., None], 0.0)
     return top + (p * u).sum(-1) - _negative_entropy(p, alpha)
 
 
