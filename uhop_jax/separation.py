@@ -161,16 +161,16 @@ class Separation(abc.ABC):
 
     def _tempered(self, overlaps: Array, beta: Array, where: Any) -> Array:
         top = self._reference(overlaps, where)
-        return self._weights(_about(overlaps, top, beta, where))
+        return self._weights(scaled_about(overlaps, top, beta, where))
 
     def _tempered_conjugate(self, overlaps: Array, beta: Array, where: Any) -> Array:
         top = self._reference(overlaps, where)
-        return self._conjugate(_about(overlaps, top, beta, where)) / beta + top
+        return self._conjugate(scaled_about(overlaps, top, beta, where)) / beta + top
 
     def _reference(self, overlaps: Array, where: Any) -> Array:
         """What is taken off the overlaps `(...,)` before `beta` multiplies them."""
         if self.shift_invariant:
-            return _largest_valid(overlaps, where)
+            return largest_valid(overlaps, where)
         return jnp.zeros(overlaps.shape[:-1], overlaps.dtype)
 
     def _check_conjugate(self) -> None:
@@ -200,7 +200,7 @@ class Separation(abc.ABC):
         return z, dtype
 
 
-def _largest_valid(overlaps: Array, where: Any) -> Array:
+def largest_valid(overlaps: Array, where: Any) -> Array:
     """The largest overlap of each row `(...,)`, zero if there is none."""
     if where is not None:
         overlaps = jnp.where(where, overlaps, -jnp.inf)
@@ -208,7 +208,7 @@ def _largest_valid(overlaps: Array, where: Any) -> Array:
     return lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
 
 
-def _about(overlaps: Array, top: Array, beta: Array, where: Any) -> Array:
+def scaled_about(overlaps: Array, top: Array, beta: Array, where: Any) -> Array:
     """`beta * (overlaps - top)`, `-inf` where masked.
 
     The product can overflow, to a weight of zero, but the largest overlap cannot.
@@ -318,8 +318,8 @@ class Softmax1(Separation):
 
     def _with_null(self, overlaps, beta, where):
         """Scaled overlaps and that of the null memory, about the largest of them."""
-        top = jnp.maximum(_largest_valid(overlaps, where), 0.0)
-        z = _about(overlaps, top, beta, where)
+        top = jnp.maximum(largest_valid(overlaps, where), 0.0)
+        z = scaled_about(overlaps, top, beta, where)
         return z, -(beta * top)[..., None], top
 
 
@@ -451,9 +451,7 @@ class Polynomial(Separation):
         check_count("degree", self.degree, 1)
 
     def _weights(self, z):
-        z = jnp.clip(z, 0.0, float(jnp.finfo(z.dtype).max))
-        top = lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True, initial=0.0))
-        powers = (z / jnp.where(top == 0, 1.0, top)) ** self.degree
+        powers = rectified_power(z, _largest_positive(z), self.degree)
         total = powers.sum(-1, keepdims=True)
         return powers / jnp.where(total == 0, 1.0, total)
 
@@ -462,6 +460,22 @@ class Polynomial(Separation):
         if where is not None:
             overlaps = jnp.where(where, overlaps, -jnp.inf)
         return self._weights(overlaps)
+
+
+def _largest_positive(z: Array) -> Array:
+    return lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True, initial=0.0))
+
+
+def rectified_power(z: Array, unit: Array, degree: int) -> Array:
+    """`[z / unit]_+^degree`, zero for a unit of zero; infinity is the largest float.
+
+    The inverse of a unit next to that float is subnormal, which devices flush to zero.
+    """
+    largest = float(jnp.finfo(z.dtype).max)
+    unit = jnp.minimum(unit, largest)
+    factor = jnp.where(unit > largest / 8, 0.125, 1.0)
+    safe = jnp.where(unit == 0, 1.0, factor * unit)
+    return (factor * jnp.clip(z, 0.0, largest) / safe) ** degree
 
 
 @frozen_pytree
