@@ -233,6 +233,36 @@ def test_derivative_in_alpha(function, alpha):
     assert_close(jax.jacfwd(f)(alpha), expected, floor=1e-5)
 
 
+@pytest.mark.parametrize("power", [None, Power.GENERAL], ids=str)
+@pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0])
+def test_second_derivatives(alpha, power):
+    """Each against differences of first ones, whatever arithmetic `alpha` allows."""
+    z, cotangent = normal(2, 5, seed=3)
+    h = 1e-4
+
+    def total(function, alpha, z):
+        result = function(Entmax(alpha, power), z)
+        return (cotangent * result).sum() if result.ndim else result
+
+    for function in (weights, conjugate):
+        f = functools.partial(total, function)
+        first = jax.jit(jax.grad(f, (0, 1)))
+        by_alpha = jax.tree.map(  # from above alone, where alpha is 1
+            lambda *x: (-11 * x[0] + 18 * x[1] - 9 * x[2] + 2 * x[3]) / (6 * h),
+            *(first(alpha + k * h, z) for k in range(4)),
+        )
+        rows = [
+            (first(alpha, z + h * e)[1] - first(alpha, z - h * e)[1]) / (2 * h)
+            for e in jnp.eye(5)
+        ]
+        for outer, inner in ((jax.jacfwd, jax.grad), (jax.jacrev, jax.grad)):
+            second = jax.jit(outer(inner(f, (0, 1)), (0, 1)))(alpha, z)
+            assert_close(second[0][0], by_alpha[0], floor=1e-5)
+            assert_close(second[0][1], by_alpha[1], floor=1e-5)
+            assert_close(second[1][0], by_alpha[1], floor=1e-5)
+            assert_close(second[1][1], rows, floor=1e-5)
+
+
 def test_derivative_in_alpha_row_by_row():
     z, cotangent = normal(2, len(ALPHAS), 5, seed=3)
     gradient = jax.jit(jax.grad(lambda a, z, c: (c * Entmax(a)(z)).sum()))
