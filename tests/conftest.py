@@ -218,6 +218,8 @@ def is_combination(name, case):
         ("Entmax(alpha=1.25)", "Entmax(alpha=1.3)", "TopK", "Polynomial")
     ):
         return case.endswith("bfloat16")
+    if name == "test_any_inverse_temperature" and case.startswith("False-"):
+        return "-float32" not in case  # dtypes outside of jit
     if case == "noise":  # calibration for the other corruption
         return True
     if case in ("known", "function"):  # corruptions that are calibrated for

@@ -44,6 +44,23 @@ def number_of_parameters(model):
 # Against what it must equal -----------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "options", [{}, dict(separation="entmax"), dict(steps=3)], ids=repr
+)
+def test_any_inverse_temperature(options):
+    """From one on the layer looks its nearest memory up, and nothing overflows."""
+
+    def loss(association):
+        return association(STATE, MEMORIES).sum()
+
+    sharp = layer(beta=1e6, **options)(STATE, MEMORIES)
+    for beta in (1e12, 1e20, 1e38):
+        association = layer(beta=beta, **options)
+        assert_close(association(STATE, MEMORIES), sharp)
+        gradient = nnx.grad(loss)(association)
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(gradient))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_softmax_and_direct_values_equal_attention(bias):
     theirs = nnx.MultiHeadAttention(

@@ -34,6 +34,7 @@ from uhop_jax import (
     energy,
     has_energy,
     retrieve,
+    retrieve_streamed,
     trajectory,
 )
 
@@ -848,3 +849,48 @@ def test_bad_input(untyped, call, arguments, message):
     arguments = {"memories": MEMORIES, "query": QUERY, "beta": 1.0, **arguments}
     with pytest.raises(ValueError, match=message):
         call(arguments.pop("memories"), arguments.pop("query"), **arguments)
+
+
+@pytest.mark.parametrize("separation", [*SEPARATIONS[:-1], TopK(2)], ids=repr)
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e10])
+def test_any_inverse_temperature(separation, scale):
+    rows = np.asarray([[0.1, 0.2, 0.7], [0.9, 0.3, 0.5]])
+    betas = jnp.asarray([1e-6, 1.0, 1e10, 1e20, 1e30, 1e38], jnp.float32)
+    query = jnp.asarray(np.broadcast_to(rows, (6, 2, 3)), jnp.float32)
+    memories = jnp.asarray(scale * rows, jnp.float32)
+    overlaps = scale * rows @ rows.T
+    z = np.asarray(betas, np.float64)[:, None, None] * overlaps
+    expected = naive_weights(separation, z)
+    options = dict(beta=betas[:, None], separation=separation)
+    assert_close(retrieve(memories, query, **options).weights, expected)
+    for source in (memories, np.asarray(memories)):
+        found = retrieve_streamed(source, query, top=2, block=1, **options)
+        assert_close(found.weights, -np.sort(-expected))
+        assert_close(found.state / scale, expected @ rows)
+    fixed = converge(memories, query, **options)
+    path = trajectory(memories, query, steps=2, **options)
+    assert jnp.isfinite(fixed.state).all() and jnp.isfinite(path.states).all()
+    if fixed.energy is not None:
+        assert jnp.isfinite(fixed.energy).all() and jnp.isfinite(path.energies).all()
+        top = overlaps.max(-1)
+        top = np.maximum(top, 0.0) if separation == Softmax1() else top
+        own = 0.5 * (rows * rows).sum(-1)
+        found = energy(memories, query, **options)[2:]  # one-hot
+        assert_close(found / scale, np.tile((own - top) / scale, (4, 1)))
+
+    def total(run, memories, query, beta):
+        found = run(memories, query, beta=beta[:, None], separation=separation)
+        return found.state.sum()
+
+    for run in (retrieve, retrieve_streamed):
+        loss = functools.partial(total, run)
+        for slope in jax.grad(loss, (0, 1, 2))(memories, query, betas):
+            assert jnp.isfinite(slope).all()
+
+
+def test_raw_images_at_a_high_inverse_temperature():
+    """Overlaps of 3072 bytes are beyond 1e8."""
+    memories = np.random.default_rng(0).integers(0, 256, (10, 3072))
+    memories = jnp.asarray(memories, jnp.float32)
+    for run in (retrieve, retrieve_streamed):
+        assert_close(run(memories, memories, beta=100.0).state, memories)

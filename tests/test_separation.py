@@ -233,6 +233,36 @@ def test_derivative_in_alpha(function, alpha):
     assert_close(jax.jacfwd(f)(alpha), expected, floor=1e-5)
 
 
+@pytest.mark.parametrize("power", [None, Power.GENERAL], ids=str)
+@pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0])
+def test_second_derivatives(alpha, power):
+    """Each against differences of first ones, whatever arithmetic `alpha` allows."""
+    z, cotangent = normal(2, 5, seed=3)
+    h = 1e-4
+
+    def total(function, alpha, z):
+        result = function(Entmax(alpha, power), z)
+        return (cotangent * result).sum() if result.ndim else result
+
+    for function in (weights, conjugate):
+        f = functools.partial(total, function)
+        first = jax.jit(jax.grad(f, (0, 1)))
+        by_alpha = jax.tree.map(  # from above alone, where alpha is 1
+            lambda *x: (-11 * x[0] + 18 * x[1] - 9 * x[2] + 2 * x[3]) / (6 * h),
+            *(first(alpha + k * h, z) for k in range(4)),
+        )
+        rows = [
+            (first(alpha, z + h * e)[1] - first(alpha, z - h * e)[1]) / (2 * h)
+            for e in jnp.eye(5)
+        ]
+        for outer, inner in ((jax.jacfwd, jax.grad), (jax.jacrev, jax.grad)):
+            second = jax.jit(outer(inner(f, (0, 1)), (0, 1)))(alpha, z)
+            assert_close(second[0][0], by_alpha[0], floor=1e-5)
+            assert_close(second[0][1], by_alpha[1], floor=1e-5)
+            assert_close(second[1][0], by_alpha[1], floor=1e-5)
+            assert_close(second[1][1], rows, floor=1e-5)
+
+
 def test_derivative_in_alpha_row_by_row():
     z, cotangent = normal(2, len(ALPHAS), 5, seed=3)
     gradient = jax.jit(jax.grad(lambda a, z, c: (c * Entmax(a)(z)).sum()))
@@ -335,6 +365,80 @@ def test_huge_and_tied_overlaps(sep, dtype):
     first = [1.0, 0.0] if sep == TopK(1) else [0.5, 0.5]
     assert_close(weights(sep, z), [[*first, 0, 0], [1, 0, 0, 0]])
     assert jnp.isfinite(pull_back(sep, z, jnp.ones_like(z))).all()
+
+
+BETAS = (1e-6, 1e-3, 1.0, 1e3, 1e6, 1e10, 1e20, 1e30, 1e38)
+LEVELS = ([0.875, 0.875, 0.5, -1], [-0.25, -0.5, -2, -3], [0.7, 0.1, 0.3, 0.2])
+
+
+@every_separation
+@every_dtype
+@pytest.mark.parametrize("jitted", [False, True])
+def test_any_inverse_temperature(sep, dtype, jitted):
+    """Inside of jit the product with `beta` is fused into what follows."""
+    beta = jnp.asarray(BETAS, jnp.float32)[:, None] * jnp.ones((1, len(LEVELS)), "f")
+    overlaps = jnp.broadcast_to(jnp.asarray(LEVELS, dtype), (len(BETAS), 3, 4))
+    scaled = np.asarray(beta, np.float64)[..., None] * np.asarray(overlaps, np.float64)
+    expected = naive_weights(sep, scaled)
+    products = [lambda b: sep.tempered(overlaps, b)]
+    if np.dtype(dtype).itemsize > 2:
+        products.append(lambda b: sep(b.astype(dtype)[..., None] * overlaps))
+    for product in products:
+        f = jax.jit(product) if jitted else product
+        p, slope = jax.jvp(f, (beta,), (jnp.ones_like(beta),))
+        assert p.dtype == dtype
+        assert_close(f(beta), expected)
+        assert_close(p, expected)
+        assert jnp.isfinite(slope).all()
+
+
+@every_separation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_a_product_that_overflows(sep, dtype):
+    """The largest overlap has the weight, whatever becomes of the product."""
+    largest = float(jnp.finfo(dtype).max)
+    overlaps = jnp.asarray(
+        [[3, 3, 2, 1], [-4, -2, -2, -3], [1, -1, -1, -1]], dtype
+    ) * jnp.asarray(largest / 4, dtype)
+    beta = jnp.asarray([1e30, 1e10, 3.0], dtype)
+    p = jax.jit(sep.tempered)(overlaps, beta)
+    halves = [1.0, 0.0] if sep == TopK(1) else [0.5, 0.5]
+    expected = np.asarray([[*halves, 0, 0], [0, *halves, 0], [1, 0, 0, 0]])
+    if isinstance(sep, Softmax1 | Polynomial):
+        expected[1] = 0.0
+    if isinstance(sep, Polynomial):
+        powers = np.asarray([3, 3, 2, 1.0]) ** sep.degree
+        expected[0] = powers / powers.sum()
+    assert_close(p, expected)
+    tied = jnp.asarray([jnp.inf, jnp.inf, 0, -jnp.inf], dtype)
+    assert_close(weights(sep, tied), [*halves, 0, 0])
+    gradient = jax.jacrev(sep.tempered, (0, 1))(overlaps, beta)
+    assert all(jnp.isfinite(x).all() for x in gradient)
+    if sep.has_conjugate:
+        value = jax.jit(sep.tempered_conjugate)(overlaps, beta)
+        lowest = 0.0 if sep == Softmax1() else overlaps[1, 1]
+        expected = jnp.asarray([overlaps[0, 0], lowest, overlaps[2, 0]])
+        assert_close(value / largest, expected / largest)
+        assert not jnp.isnan(conjugate(sep, tied))
+
+
+@with_conjugate
+def test_conjugate_at_an_inverse_temperature(sep):
+    overlaps, where = jnp.asarray(LEVELS), jnp.asarray([True, True, False, True])
+    beta = jnp.asarray([0.01, 1.0, 1e3])[:, None] * jnp.ones((1, 3))
+    overlaps = jnp.broadcast_to(overlaps, (3, 3, 4))
+
+    def scaled(beta):
+        return sep.conjugate(beta[..., None] * overlaps, where=where) / beta
+
+    def tempered(beta):
+        return sep.tempered_conjugate(overlaps, beta, where=where)
+
+    (a, slope), (b, expected) = (
+        jax.jvp(f, (beta,), (beta,)) for f in (tempered, scaled)
+    )
+    assert_close(a, b)
+    assert_close(slope, expected, scale=100)
 
 
 @every_separation

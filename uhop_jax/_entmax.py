@@ -237,15 +237,13 @@ def _entmax_tangent(
     p: Array, alpha: Array, dz: Array | None, dalpha: Array | None, power: Power | None
 ) -> Array:
     e = (alpha - 1).astype(p.dtype)
-    log_p = jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
-    cap = 0.5 * math.log(float(jnp.finfo(p.dtype).max))
     mode = run_time_power(e) if power is None else power
-    slope = switch(mode, functools.partial(_support_power, p, log_p, e, cap))
+    slope = switch(mode, functools.partial(_support_power, p, e))
     move = jnp.zeros_like(p)  # at a fixed threshold
     if dz is not None:
         move += slope * jnp.where(p > 0, dz, 0.0)
     if dalpha is not None:
-        move += _alpha_slope(p, log_p, slope, e) * dalpha.astype(p.dtype)
+        move += _alpha_slope(p, slope, e) * dalpha.astype(p.dtype)
     total = slope.sum(-1, keepdims=True)
     return move - slope * (
         move.sum(-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
@@ -261,36 +259,60 @@ def weights_at(x: Array, e: Array, power: Power) -> Array:
 @weights_at.defjvp
 def _weights_at_jvp(power, primals, tangents):
     (x, e), (dx, de) = primals, tangents
-    p, slope = exp_and_slope(x, jnp.zeros_like(e), e, power)
-    log_p = jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
-    # p^(1 - e) beyond half the range would overflow the sums of the entries above it.
-    slope = jnp.minimum(slope, float(jnp.finfo(p.dtype).max) ** 0.5)
-    direct = _alpha_slope(p, log_p, slope, e)
-    return p, slope * jnp.where(p > 0, dx, 0.0) + direct * de
+    p = weights_at(x, e, power)
+    slope = _support_power(p, e, power)
+    return p, slope * jnp.where(p > 0, dx, 0.0) + _alpha_slope(p, slope, e) * de
 
 
-def _support_power(p, log_p, e, cap, power: Power) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _support_power(p: Array, e: Array, power: Power) -> Array:
     """`p^(2 - alpha)` on the support, zero off it."""
     if power is Power.LINEAR:
         return (p > 0).astype(p.dtype)
     if power is Power.SQUARE:
         return jnp.sqrt(jnp.where(p > 0, p, 1.0)) * jnp.where(p > 0, 1.0, 0.0)
-    return jnp.where(p > 0, jnp.exp(jnp.minimum((1 - e) * log_p, cap)), 0.0)
+    # Beyond half the range the sums of products of two would overflow.
+    cap = 0.5 * math.log(float(jnp.finfo(p.dtype).max))
+    return jnp.where(p > 0, jnp.exp(jnp.minimum((1 - e) * _log(p), cap)), 0.0)
 
 
-def _alpha_slope(p: Array, log_p: Array, slope: Array, e: Array) -> Array:
+@_support_power.defjvp
+def _support_power_jvp(power, primals, tangents):
+    # At a known alpha as well, whose value is no constant to a second derivative.
+    (p, e), (dp, de) = primals, tangents
+    slope = _support_power(p, e, power)
+    rate = (1 - e) * jnp.where(p > 0, dp, 0.0) / jnp.where(p > 0, p, 1.0)
+    return slope, slope * (rate - _log(p) * de)
+
+
+def _log(p: Array) -> Array:
+    """`log p`, zero off the support."""
+    return jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
+
+
+def _alpha_slope(p: Array, slope: Array, e: Array) -> Array:
     """The derivative of `p = exp_e(x)` in `e` at a fixed `x`, given `p^(1 - e)`.
 
     `(p (1 - y) - p^(1 - e)) / e^2` with `y = e log p`, by its series near zero.
     """
+    log_p = _log(p)
     y = e * log_p
     near = jnp.abs(y) < 1
-    series = jnp.zeros_like(y)
-    terms = 10 if y.dtype == jnp.float32 else 17
-    for k in range(terms, 1, -1):  # sum_k 2 (-y)^(k-2) / k!, by Horner's rule
-        series = 1.0 + series * (-y) / (k + 1)
     far = (p * (1.0 - y) - slope) / jnp.where(near, 1.0, e) ** 2
+    series = _remainder(-jnp.where(near, y, 0.0), 2)
     return jnp.where(near, -0.5 * p * log_p**2 * series, far)
+
+
+def _remainder(y: Array, order: int) -> Array:
+    """`order! sum_k y^(k - order) / k!` from `k = order` on, for `|y| < 1`.
+
+    What `exp(y)` has beyond its first terms, by Horner's rule.
+    """
+    series = jnp.zeros_like(y)
+    terms = 11 if y.dtype == jnp.float32 else 19
+    for k in range(terms, order - 1, -1):
+        series = 1.0 + series * y / (k + 1)
+    return series
 
 
 @jax.custom_jvp
@@ -298,7 +320,8 @@ def entmax_conjugate(z: Array, alpha: Array) -> Array:
     p = entmax_weights(z, alpha, None)
     top = jnp.max(z, axis=-1, initial=-jnp.inf)
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    u = jnp.where(p > 0, z - top[..., None], 0.0)
+    above = p > 0
+    u = jnp.where(above & (z != top[..., None]), z - top[..., None], 0.0)
     return top + (p * u).sum(-1) - _negative_entropy(p, alpha)
 
 
@@ -315,14 +338,13 @@ def _negative_entropy(p: Array, alpha: Array) -> Array:
     r"""Tsallis :math:`\Omega_\alpha(p)`, see `Entmax`; its limit at `alpha = 1`."""
     alpha = alpha.astype(p.dtype)
     e = alpha - 1
-    log_p = jnp.log(jnp.where(p > 0, p, 1.0))
+    log_p = _log(p)
     # p (p^e - 1) / e = p log(p) (1 - exp(y)) / -y with y = e log p; smooth at e = 0.
     return (p * log_p * _expm1_ratio(e * log_p) / alpha).sum(-1)
 
 
 def _expm1_ratio(y: Array) -> Array:
-    """`(exp(y) - 1) / y`, smooth at zero."""
-    small = jnp.abs(y) < 1e-3
-    far = jnp.where(small, 1.0, y)
-    series = 1.0 + y / 2 * (1.0 + y / 3 * (1.0 + y / 4 * (1.0 + y / 5)))
-    return jnp.where(small, series, jnp.expm1(far) / far)
+    """`(exp(y) - 1) / y`, with its derivatives smooth at zero."""
+    near = jnp.abs(y) < 1
+    far = jnp.where(near, 1.0, y)
+    return jnp.where(near, _remainder(jnp.where(near, y, 0.0), 1), jnp.expm1(far) / far)

@@ -153,7 +153,11 @@ class Row(NamedTuple):
     model: Model
 
     def weights(self, y: Array) -> Array:
-        return self.model.separation(self._scaled(y), where=self.model.mask)
+        model = self.model
+        weights = model.separation.tempered(
+            self._overlaps(y), model.beta, where=model.mask
+        )
+        return self._unless_broken(weights)
 
     def update(self, y: Array) -> Array:
         similarity, observed = self.model.similarity, self.model.observed
@@ -161,10 +165,12 @@ class Row(NamedTuple):
         return new.astype(y.dtype)
 
     def energy(self, y: Array) -> Array:
-        z = self._scaled(y)
-        conjugate = self.model.separation.conjugate(z, where=self.model.mask)
-        own = self.model.similarity.self_energy(y).astype(z.dtype)
-        return own - conjugate / self.model.beta.astype(z.dtype)
+        model = self.model
+        value = model.separation.tempered_conjugate(
+            self._overlaps(y), model.beta, where=model.mask
+        )
+        own = model.similarity.self_energy(y).astype(value.dtype)
+        return own - self._unless_broken(value)
 
     def start(self) -> Array:
         y = self.model.similarity.state(self.model.query, self.model.observed)
@@ -176,12 +182,14 @@ class Row(NamedTuple):
         dtype = self.values.dtype
         return weigh(weights, self.values).astype(dtype), weights.astype(dtype)
 
-    def _scaled(self, y: Array) -> Array:
-        z = self.model.similarity.compare(self.keys, y, self.model.observed)
-        z = self.model.beta.astype(z.dtype) * z
-        if self.broken is not None:  # reaches the result only where it is not masked
-            z = jnp.where(self.broken, jnp.nan, z)
-        return z
+    def _overlaps(self, y: Array) -> Array:
+        return self.model.similarity.compare(self.keys, y, self.model.observed)
+
+    def _unless_broken(self, result: Array) -> Array:
+        """NaN, should a memory that is not finite be valid."""
+        if self.broken is None:
+            return result
+        return jnp.where(jnp.any(self.broken & self.model.mask), jnp.nan, result)
 
 
 def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:

@@ -44,10 +44,13 @@ class Separation(abc.ABC):
     Attributes:
       normalized: whether the weights of a row sum to one.
       has_conjugate: whether the weights are the gradient of `conjugate`.
+      shift_invariant: whether the weights stay where they are when all overlaps of a
+        row grow by the same, and the conjugate then grows by that.
     """
 
     normalized: ClassVar[bool] = True
     has_conjugate: ClassVar[bool] = True
+    shift_invariant: ClassVar[bool] = False
 
     def __call__(
         self,
@@ -88,12 +91,56 @@ class Separation(abc.ABC):
         Raises:
           ValueError: if this separation has no conjugate, or as in `__call__`.
         """
-        if not self.has_conjugate:
-            raise ValueError(
-                f"{self} has no convex conjugate: its weights are no gradient"
-            )
+        self._check_conjugate()
         z, dtype = self._prepare(z, where)
         return _jit_conjugate(self, z).astype(dtype)
+
+    def tempered(
+        self,
+        overlaps: Float[Array, "*batch M"],
+        beta: ArrayLike,
+        *,
+        where: Bool[Array, "*#batch M"] | None = None,
+    ) -> Float[Array, "*batch M"]:
+        """Weights at `beta * overlaps`, right where that product overflows as well.
+
+        Args:
+          overlaps: finite overlaps.
+          beta: inverse temperature; broadcasts against the leading axes of `overlaps`.
+          where: true for valid entries; broadcasts against `overlaps`.
+
+        Returns:
+          As `__call__`.
+
+        Raises:
+          ValueError: as in `__call__`.
+        """
+        overlaps, beta, where, dtype = self._prepare_both(overlaps, beta, where)
+        return self._tempered(overlaps, beta, where).astype(dtype)
+
+    def tempered_conjugate(
+        self,
+        overlaps: Float[Array, "*batch M"],
+        beta: ArrayLike,
+        *,
+        where: Bool[Array, "*#batch M"] | None = None,
+    ) -> Float[Array, "*batch"]:
+        r"""`conjugate(beta * overlaps) / beta`, :math:`\Psi^\star(\beta, z)`.
+
+        Args:
+          overlaps: finite overlaps.
+          beta: inverse temperature; broadcasts against the leading axes of `overlaps`.
+          where: true for valid entries; broadcasts against `overlaps`.
+
+        Returns:
+          As `conjugate`.
+
+        Raises:
+          ValueError: as in `conjugate`.
+        """
+        self._check_conjugate()
+        overlaps, beta, where, dtype = self._prepare_both(overlaps, beta, where)
+        return self._tempered_conjugate(overlaps, beta, where).astype(dtype)
 
     def margin(self) -> ArrayLike:
         """Lead of the largest entry from which on the weights are exactly one-hot.
@@ -112,6 +159,34 @@ class Separation(abc.ABC):
     def _conjugate(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch"]:
         raise TypeError(f"{type(self).__name__} declares a conjugate but defines none")
 
+    def _tempered(self, overlaps: Array, beta: Array, where: Any) -> Array:
+        top = self._reference(overlaps, where)
+        return self._weights(scaled_about(overlaps, top, beta, where))
+
+    def _tempered_conjugate(self, overlaps: Array, beta: Array, where: Any) -> Array:
+        top = self._reference(overlaps, where)
+        return self._conjugate(scaled_about(overlaps, top, beta, where)) / beta + top
+
+    def _reference(self, overlaps: Array, where: Any) -> Array:
+        """What is taken off the overlaps `(...,)` before `beta` multiplies them."""
+        if self.shift_invariant:
+            return largest_valid(overlaps, where)
+        return jnp.zeros(overlaps.shape[:-1], overlaps.dtype)
+
+    def _check_conjugate(self) -> None:
+        if not self.has_conjugate:
+            raise ValueError(
+                f"{self} has no convex conjugate: its weights are no gradient"
+            )
+
+    def _prepare_both(self, overlaps: Any, beta: Any, where: Any) -> tuple[Any, ...]:
+        overlaps, dtype = self._prepare(overlaps, None)
+        if where is not None:
+            where = broadcast_rows("where", as_boolean("where", where), overlaps.shape)
+        beta = jnp.asarray(beta).astype(overlaps.dtype)
+        beta = broadcast_rows("beta", beta, overlaps.shape[:-1])
+        return overlaps, beta, where, dtype
+
     def _prepare(self, z: Any, where: Any) -> tuple[Array, Any]:
         self.check()
         z = as_floating(z, "z")
@@ -125,6 +200,25 @@ class Separation(abc.ABC):
         return z, dtype
 
 
+def largest_valid(overlaps: Array, where: Any) -> Array:
+    """The largest overlap of each row `(...,)`, zero if there is none."""
+    if where is not None:
+        overlaps = jnp.where(where, overlaps, -jnp.inf)
+    top = jnp.max(overlaps, axis=-1, initial=-jnp.inf)
+    return lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
+
+
+def scaled_about(overlaps: Array, top: Array, beta: Array, where: Any) -> Array:
+    """`beta * (overlaps - top)`, `-inf` where masked.
+
+    The product can overflow, to a weight of zero, but the largest overlap cannot.
+    """
+    # A difference that is infinite would be a NaN in the gradient of `beta`.
+    limit = float(jnp.finfo(overlaps.dtype).max)
+    z = beta[..., None] * jnp.clip(overlaps - top[..., None], -limit, limit)
+    return z if where is None else jnp.where(where, z, -jnp.inf)
+
+
 # Outside of `jax.jit` a loop would be compiled anew at every call.
 @jax.jit
 def _jit_weights(separation: Separation, z: Array) -> Array:
@@ -136,12 +230,48 @@ def _jit_conjugate(separation: Separation, z: Array) -> Array:
     return separation._conjugate(z)
 
 
-def _log_sum_exp(z: Array, *, null: bool = False) -> Array:
-    """`log(sum exp z)`, zero for an empty row; with `null`, one more entry of zero."""
-    top = jnp.max(z, axis=-1, initial=0.0 if null else -jnp.inf)
+@jax.custom_jvp
+def _exp_about(z: Array, top: Array) -> Array:
+    """`exp(z - top)` about a constant `top`; one where they are equal, or infinite.
+
+    XLA may fuse the product that made `z` into the difference and round it once only.
+    The largest then differs from itself by the rounding of that product, which beyond
+    1e9 exceeds the range of the exponential.
+    """
+    return jnp.exp(jnp.where(z == top, 0.0, z - top))
+
+
+@_exp_about.defjvp
+def _exp_about_jvp(primals, tangents):
+    e = _exp_about(*primals)
+    return e, e * tangents[0]
+
+
+def _exponentials(z: Array, null: Array | None) -> tuple[Array, Array, Array]:
+    """The maximum `(..., 1)`, and about it the exponentials and their sum.
+
+    `null (..., 1)`, if any, is one more entry.
+    """
+    top = jnp.max(z, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = top if null is None else jnp.maximum(top, null)
     top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
-    total = jnp.exp(z - top[..., None]).sum(-1) + (jnp.exp(-top) if null else 0.0)
-    return top + jnp.log(jnp.where(total == 0, 1.0, total))
+    e = _exp_about(z, top)
+    total = e.sum(-1, keepdims=True)
+    if null is not None:
+        total = total + _exp_about(null, top)
+    return top, e, jnp.where(total == 0, 1.0, total)
+
+
+def _softmax(z: Array, null: Array | None) -> Array:
+    """Weights of the entries, not that of `null`."""
+    _, e, total = _exponentials(z, null)
+    return e / total
+
+
+def _log_sum_exp(z: Array, null: Array | None) -> Array:
+    """`log(sum exp z)`, zero for an empty row."""
+    top, _, total = _exponentials(z, null)
+    return (top + jnp.log(total))[..., 0]
 
 
 @frozen_pytree
@@ -152,11 +282,13 @@ class Softmax(Separation):
     \sum_\nu e^{z_\nu}`.
     """
 
+    shift_invariant: ClassVar[bool] = True
+
     def _weights(self, z):
-        return _softmax(z, null=False)
+        return _softmax(z, None)
 
     def _conjugate(self, z):
-        return _log_sum_exp(z)
+        return _log_sum_exp(z, None)
 
 
 @frozen_pytree
@@ -171,18 +303,29 @@ class Softmax1(Separation):
     normalized: ClassVar[bool] = False
 
     def _weights(self, z):
-        return _softmax(z, null=True)
+        return _softmax(z, _null(z))
 
     def _conjugate(self, z):
-        return _log_sum_exp(z, null=True)
+        return _log_sum_exp(z, _null(z))
+
+    def _tempered(self, overlaps, beta, where):
+        z, null, _ = self._with_null(overlaps, beta, where)
+        return _softmax(z, null)
+
+    def _tempered_conjugate(self, overlaps, beta, where):
+        z, null, top = self._with_null(overlaps, beta, where)
+        return _log_sum_exp(z, null) / beta + top
+
+    def _with_null(self, overlaps, beta, where):
+        """Scaled overlaps and that of the null memory, about the largest of them."""
+        top = jnp.maximum(largest_valid(overlaps, where), 0.0)
+        z = scaled_about(overlaps, top, beta, where)
+        return z, -(beta * top)[..., None], top
 
 
-def _softmax(z: Array, *, null: bool) -> Array:
-    top = jnp.max(z, axis=-1, keepdims=True, initial=0.0 if null else -jnp.inf)
-    top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
-    e = jnp.exp(z - top)
-    total = e.sum(-1, keepdims=True) + (jnp.exp(-top) if null else 0.0)
-    return e / jnp.where(total == 0, 1.0, total)
+def _null(z: Array) -> Array:
+    """The overlap of the null memory of each row."""
+    return jnp.zeros((*z.shape[:-1], 1), z.dtype)
 
 
 @frozen_pytree
@@ -205,6 +348,8 @@ class Entmax(Separation):
         None compiles all three and chooses when it sees `alpha`: 1.5 and 2 need no
         transcendental functions.
     """
+
+    shift_invariant: ClassVar[bool] = True
 
     alpha: ArrayLike = 1.5
     power: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -273,6 +418,8 @@ class Sparsemax(Separation):
     algorithm of Michelot (1986). Exactly one-hot from a margin of one on.
     """
 
+    shift_invariant: ClassVar[bool] = True
+
     def margin(self):
         """One."""
         return 1.0
@@ -304,11 +451,31 @@ class Polynomial(Separation):
         check_count("degree", self.degree, 1)
 
     def _weights(self, z):
-        z = jnp.maximum(z, 0.0)
-        top = lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True, initial=0.0))
-        powers = (z / jnp.where(top == 0, 1.0, top)) ** self.degree
+        powers = rectified_power(z, _largest_positive(z), self.degree)
         total = powers.sum(-1, keepdims=True)
         return powers / jnp.where(total == 0, 1.0, total)
+
+    def _tempered(self, overlaps, beta, where):
+        del beta  # has no effect
+        if where is not None:
+            overlaps = jnp.where(where, overlaps, -jnp.inf)
+        return self._weights(overlaps)
+
+
+def _largest_positive(z: Array) -> Array:
+    return lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True, initial=0.0))
+
+
+def rectified_power(z: Array, unit: Array, degree: int) -> Array:
+    """`[z / unit]_+^degree`, zero for a unit of zero; infinity is the largest float.
+
+    The inverse of a unit next to that float is subnormal, which devices flush to zero.
+    """
+    largest = float(jnp.finfo(z.dtype).max)
+    unit = jnp.minimum(unit, largest)
+    factor = jnp.where(unit > largest / 8, 0.125, 1.0)
+    safe = jnp.where(unit == 0, 1.0, factor * unit)
+    return (factor * jnp.clip(z, 0.0, largest) / safe) ** degree
 
 
 @frozen_pytree
@@ -322,6 +489,8 @@ class TopK(Separation):
       k: how many memories keep a weight, at least 1 and at most their number.
     """
 
+    shift_invariant: ClassVar[bool] = True
+
     k: int = dataclasses.field(default=1, metadata={"static": True})
 
     def check(self):
@@ -332,10 +501,10 @@ class TopK(Separation):
         return 0.0 if self.k == 1 else jnp.inf
 
     def _weights(self, z):
-        return _softmax(self._largest(z), null=False)
+        return _softmax(self._largest(z), None)
 
     def _conjugate(self, z):
-        return _log_sum_exp(self._largest(z))
+        return _log_sum_exp(self._largest(z), None)
 
     def _largest(self, z: Array) -> Array:
         """`z` with all but its `k` largest entries at `-inf`."""

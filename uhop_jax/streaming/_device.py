@@ -23,6 +23,7 @@ from uhop_jax.streaming._passes import (
     GROUPS,
     Model,
     Plan,
+    Threshold,
     Tile,
     average,
     check_values,
@@ -122,7 +123,7 @@ class _OnDevice:
             step, plan.tile, plan.dtype, arguments, stored, update, self.count
         )
 
-    def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Array]:
+    def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Threshold]:
         if isinstance(model.separation, TopK):
             return average(self, model, y, update)
         out, threshold = _differentiable(self.plan, update, model, y, self.stored)
@@ -191,7 +192,7 @@ def _backward(plan, update, residuals, cotangents):
     g = cotangents[0]
     driver = _OnDevice(plan, stored)
     if isinstance(model.separation, Sparsemax | Entmax):
-        zero = jnp.zeros_like(threshold)
+        zero = jnp.zeros_like(threshold.shift)
         a, b = driver.fold(_slopes, model, y, (threshold, g), (zero, zero), update)
         share = -a / jnp.where(b == 0, 1.0, b)
     else:
@@ -209,14 +210,18 @@ _differentiable.defvjp(_forward, _backward)
 def _contribution(model, y, threshold, tile: Tile, update) -> tuple[Array, Array]:
     """What a tile adds to the result and to the sum of the weights."""
     keys, z = tile.overlaps(model, y)
-    p = weights_of(model.separation, z, threshold)
+    p = weights_of(model, z, threshold)
     return weigh(p, tile.averaged(keys, update)).astype(y.dtype), p.sum(-1)
 
 
 def _slopes(model, y, extra, carry, tile: Tile, update):
     threshold, g = extra
-    _, pull = jax.vjp(lambda t: _contribution(model, y, t, tile, update), threshold)
-    zero = jnp.zeros_like(threshold)
+
+    def contribution(shift):
+        return _contribution(model, y, threshold._replace(shift=shift), tile, update)
+
+    _, pull = jax.vjp(contribution, threshold.shift)
+    zero = jnp.zeros_like(threshold.shift)
     (a,), (b,) = pull((g, zero)), pull((jnp.zeros_like(g), zero + 1))
     return carry[0] + a, carry[1] + b
 

@@ -20,6 +20,7 @@ from uhop_jax.streaming._passes import (
     GROUPS,
     Model,
     Plan,
+    Threshold,
     Tile,
     average,
     check_numbers,
@@ -199,7 +200,7 @@ class _OnHost:
             return y.shape[-1]
         return (self.source.values or self.source.memories).sample.shape[-1]
 
-    def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Array]:
+    def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Threshold]:
         return average(self, model, y, update)
 
     @staticmethod

@@ -21,9 +21,12 @@ from uhop_jax.separation import (
     Softmax1,
     Sparsemax,
     TopK,
+    largest_valid,
+    rectified_power,
+    scaled_about,
     valid_alpha,
 )
-from uhop_jax.similarity import Cosine, Dot, Similarity
+from uhop_jax.similarity import Similarity
 
 GROUPS = 512  # of memories, the two largest of which bound a threshold
 
@@ -60,6 +63,17 @@ class Model(NamedTuple):
         return Model(self.similarity, *jax.tree.map(lambda x: x[index], self.own))
 
 
+class Threshold(NamedTuple):
+    """What weighs an overlap `z`: `x = beta (z - about) - shift`, `(Q,)` each.
+
+    In two parts, because the product of `beta` and the overlap that is `about` can be
+    so large that nothing is left of `shift` in a sum of the two, or infinite.
+    """
+
+    about: Array
+    shift: Array
+
+
 class Tile(NamedTuple):
     """Some consecutive memories, the first of them number `start`."""
 
@@ -68,21 +82,11 @@ class Tile(NamedTuple):
     mask: Array | None
     start: Array
 
-    def overlaps(
-        self, model: Model, y: Array, unit: float = 1.0
-    ) -> tuple[Array, Array]:
-        """Keys, and scaled overlaps `(Q, T)` in `unit`s, `-inf` where masked."""
+    def overlaps(self, model: Model, y: Array) -> tuple[Array, Array]:
+        """Keys, and overlaps `(Q, T)`, `-inf` where masked."""
         keys = model.similarity.keys(self.memories)
-        scale = unit * model.beta[:, None].astype(y.dtype)
-        # Where the overlap is linear in the state, scaling that is a pass less.
-        linear = isinstance(model.similarity, Dot | Cosine) and keys.dtype == y.dtype
-        state = scale * y if linear else y
-        z = model.similarity.compare(keys, state, model.observed)
-        if not linear:
-            z = scale * z
-        if self.mask is not None:
-            z = jnp.where(self.mask[None], z, -jnp.inf)
-        return keys, z
+        z = model.similarity.compare(keys, y, model.observed)
+        return keys, z if self.mask is None else jnp.where(self.mask[None], z, -jnp.inf)
 
     def averaged(self, keys: Array, update: bool) -> Array:
         """What the weights average: an update the keys, the read-out the values."""
@@ -106,7 +110,7 @@ def run_queries(
     weights, index = jnp.zeros(shape, y.dtype), jnp.zeros(shape, jnp.int32)
     if plan.top:
         overlaps, index = _largest(driver, model, y, plan.top)
-        weights = _top_weights(model.separation, overlaps, threshold)
+        weights = _top_weights(model, overlaps, threshold)
     return state.astype(plan.dtype), weights.astype(plan.dtype), index
 
 
@@ -117,8 +121,10 @@ def _next_state(similarity: Similarity, mean: Array) -> Array:
     return jax.vmap(lambda key: similarity.combine(key[None], one))(mean)
 
 
-def average(driver: Any, model: Model, y: Array, update: bool) -> tuple[Array, Array]:
-    """Weighted average `(Q, v)` of keys or values, and the threshold `(Q,)`."""
+def average(
+    driver: Any, model: Model, y: Array, update: bool
+) -> tuple[Array, Threshold]:
+    """Weighted average `(Q, v)` of keys or values, and the threshold."""
     separation = model.separation
     if isinstance(separation, TopK):
         return _average_of_largest(driver, model, y, update)
@@ -126,7 +132,7 @@ def average(driver: Any, model: Model, y: Array, update: bool) -> tuple[Array, A
     out = jnp.zeros((y.shape[0], driver.width(y, update)), y.dtype)
     if isinstance(separation, Sparsemax | Entmax):
         out, total, threshold = _entmax_sums(driver, model, y, (out, zero), update)
-        return _finished(separation, out, total, threshold)
+        return out / _safe(total)[:, None], threshold
     top = zero if isinstance(separation, Softmax1 | Polynomial) else zero - jnp.inf
     total = zero + 1 if isinstance(separation, Softmax1) else zero
     out, total, top = driver.fold(online, model, y, (), (out, total, top), update)
@@ -136,15 +142,16 @@ def average(driver: Any, model: Model, y: Array, update: bool) -> tuple[Array, A
 @jax.jit
 def _finished(separation: Separation, out: Array, total: Array, top: Array):
     """Normalised average, and the threshold, from sums that refer to `top`."""
-    safe = jnp.where(total == 0, 1.0, total)
+    safe = _safe(total)
     if isinstance(separation, Polynomial):
-        threshold = top * safe ** (1 / separation.degree)
-    elif isinstance(separation, Softmax | Softmax1):
-        log2 = jnp.where(top == -jnp.inf, 0.0, top) + jnp.log2(safe)
-        threshold = math.log(2) * log2
+        about, shift = top * safe ** (1 / separation.degree), jnp.zeros_like(top)
     else:
-        threshold = top
-    return out / safe[:, None], threshold
+        about, shift = jnp.where(top == -jnp.inf, 0.0, top), jnp.log(safe)
+    return out / safe[:, None], Threshold(about, shift)
+
+
+def _safe(total: Array) -> Array:
+    return jnp.where(total == 0, 1.0, total)
 
 
 def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: bool):
@@ -153,15 +160,15 @@ def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: b
     if isinstance(model.separation, Polynomial):
         keys, z = tile.overlaps(model, y)
         new = jnp.maximum(top, z.max(-1))
-        safe = jnp.where(new == 0, 1.0, new)
         degree = model.separation.degree
-        e = (jnp.maximum(z, 0.0) / safe[:, None]) ** degree
-        scale = (top / safe) ** degree
+        e = rectified_power(z, new[:, None], degree)
+        scale = rectified_power(top, new, degree)
         part = weigh(e, tile.averaged(keys, update)).astype(out.dtype)
         return out * scale[:, None] + part, total * scale + e.sum(-1), new
-    keys, z = tile.overlaps(model, y, unit=1 / math.log(2))
+    keys, z = tile.overlaps(model, y)
     averaged = tile.averaged(keys, update)
-    e = _exp2(z - top[:, None])
+    unit = model.beta.astype(z.dtype) / math.log(2)
+    e = _exp2(unit[:, None] * (z - top[:, None]))
     mass = e.sum(-1)
 
     def about_top() -> Any:
@@ -170,7 +177,8 @@ def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: b
     def about_larger() -> Any:
         new = jnp.maximum(top, z.max(-1))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
-        e, scale = _exp2(z - safe[:, None]), jnp.exp2(top - safe)
+        e = _exp2(unit[:, None] * (z - safe[:, None]))
+        scale = jnp.exp2(unit * (top - safe))
         part = weigh(e, averaged).astype(out.dtype)
         return out * scale[:, None] + part, total * scale + e.sum(-1), new
 
@@ -205,11 +213,11 @@ def _short_exp2(x: Array) -> Array:
 
 def _entmax_sums(
     driver: Any, model: Model, y: Array, start: tuple[Array, Array], update: bool
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Threshold]:
     """Sums of the weights and of what they average, and the threshold."""
     none = jnp.full((y.shape[0], driver.groups), -jnp.inf, y.dtype)
     largest = driver.fold(_two_largest, model, y, (), (none, none), False)
-    top, e, lower, likely = _lower_bound(model.separation, *largest)
+    top, e, lower, likely = _lower_bound(model, *largest)
     limit = _entmax.tolerance(driver.count, y.dtype)
 
     def weigh_at(root: Array, active: Any = None) -> tuple[Array, Array]:
@@ -241,11 +249,11 @@ def _entmax_sums(
         return kept, jnp.where(done[:, 0], total, found[1]), finer
 
     out, total, root = driver.when(jnp.any(~done), again, (out, total, root))
-    return out, total, top + root[:, 0]
+    return out, total, Threshold(top, root[:, 0])
 
 
 @jax.jit
-def _lower_bound(separation: Separation, largest: Array, second: Array):
+def _lower_bound(model: Model, largest: Array, second: Array):
     """The root of some of the entries is never above that of all.
 
     Returns the maximum, `alpha - 1`, the root, and whether that is likely the root of
@@ -253,12 +261,17 @@ def _lower_bound(separation: Separation, largest: Array, second: Array):
     """
     top = largest.max(-1)
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    e, power = _exponent(separation, top)
-    u = jnp.concatenate([largest, second], axis=-1) - top[:, None]
+    e, power = _exponent(model.separation, top)
+    u = _relative(model, jnp.concatenate([largest, second], axis=-1), top)
     root = _entmax.root(u, e, jnp.zeros_like(top)[:, None], power)
     support = (1 + e * (u - root) > 0).sum(-1)
     likely = support.astype(top.dtype) ** 3 < largest.shape[-1] ** 2
     return top, e, root, jnp.mean(likely) > 0.5
+
+
+def _relative(model: Model, z: Array, about: Array) -> Array:
+    """`beta (z - about)`, which is zero where they are equal and never overflows up."""
+    return model.beta[:, None].astype(z.dtype) * (z - about[:, None])
 
 
 def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
@@ -292,7 +305,7 @@ def _sums(model, y, extra, carry, tile: Tile, update):
     e, power = _exponent(model.separation, root)
 
     def add(power: Power):
-        p, slope = exp_and_slope(z - top[:, None], root[:, None], e, power)
+        p, slope = exp_and_slope(_relative(model, z, top), root[:, None], e, power)
         return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
 
     return switch(power, add)
@@ -306,7 +319,7 @@ def weigh_tile(model, y, extra, carry, tile: Tile, update):
     e, power = _exponent(model.separation, root)
 
     def add(power: Power):
-        p, _ = exp_and_slope(z - top[:, None], root[:, None], e, power)
+        p, _ = exp_and_slope(_relative(model, z, top), root[:, None], e, power)
         mass = p.sum(-1)
         out = lax.cond(  # a tile without support costs no product
             jnp.any(mass != 0),
@@ -333,8 +346,11 @@ def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool
         tile = Tile(memories, values, valid, jnp.zeros((), jnp.int32))
         one = Model(model.similarity, *jax.tree.map(lambda x: x[None], own))
         keys, z = tile.overlaps(one, y[None])
-        out = weigh(Softmax()(z[0]), tile.averaged(keys, update))
-        return out.astype(y.dtype), Softmax().conjugate(z[0])
+        about = largest_valid(z, valid[None])
+        z = scaled_about(z, about, one.beta.astype(z.dtype), valid[None])[0]
+        out = weigh(Softmax()(z), tile.averaged(keys, update))
+        threshold = Threshold(about[0], Softmax().conjugate(z))
+        return out.astype(y.dtype), threshold
 
     memories, values = fetched
     return jax.vmap(row)(y, model.own, memories, values, valid)
@@ -363,22 +379,29 @@ def _merge(model, y, extra, carry, tile: Tile, update):
 
 
 @jax.jit
-def _top_weights(separation: Separation, z: Array, threshold: Array) -> Array:
+def _top_weights(model: Model, z: Array, threshold: Threshold) -> Array:
     """Weights of the largest overlaps; those of `TopK` end at its `k`."""
-    p = weights_of(separation, z, threshold)
-    if isinstance(separation, TopK):
-        p = jnp.where(jnp.arange(z.shape[-1])[None] < separation.k, p, 0.0)
+    p = weights_of(model, z, threshold)
+    if isinstance(model.separation, TopK):
+        p = jnp.where(jnp.arange(z.shape[-1])[None] < model.separation.k, p, 0.0)
     return p
 
 
-def weights_of(separation: Separation, z: Array, threshold: Array) -> Array:
+def weights_of(model: Model, z: Array, threshold: Threshold) -> Array:
     """Weights `(Q, T)` of overlaps at the threshold of their query."""
+    separation, (about, shift) = model.separation, threshold
     if isinstance(separation, Polynomial):
-        safe = jnp.where(threshold == 0, 1.0, threshold)
-        return (jnp.maximum(z, 0.0) / safe[:, None]) ** separation.degree
-    x = z - threshold[:, None]
+        return rectified_power(z, about[:, None], separation.degree)
+    # Fixed while `beta` moves is `beta about + shift`: the product is zero, its slope
+    # is not.
+    beta = model.beta.astype(z.dtype)
+    shift = shift - (beta - lax.stop_gradient(beta)) * about
+    # What is infinite would be NaN in the gradient of `beta`.
+    masked = z == -jnp.inf
+    x = _relative(model, jnp.where(masked, about[:, None], z), about) - shift[:, None]
+    x = jnp.where(masked, -jnp.inf, x)
     if isinstance(separation, Sparsemax | Entmax):
-        e, power = _exponent(separation, threshold)
+        e, power = _exponent(separation, about)
         return switch(power, functools.partial(weights_at, x, e))
     return jnp.exp(x)
 
