@@ -47,6 +47,7 @@ def normal(*shape, seed=0, dtype=jnp.float64):
 SQUARE = LinearKernel(normal(DIMENSION, DIMENSION, seed=1))
 WIDE = LinearKernel(normal(7, DIMENSION, seed=2), normal(DIMENSION, seed=3))
 CENTERING = Centering(normal(DIMENSION, seed=4))
+TWO_SIDED = Centering(normal(DIMENSION, seed=4), normal(DIMENSION, seed=6))
 PLAIN = [Dot(), Cosine(), NegativeSquaredL2(), NegativeL2(), NegativeL1()]
 WITH_KERNEL = [Dot(SQUARE), Cosine(WIDE), NegativeSquaredL2(CENTERING)]
 ITERABLE = PLAIN + WITH_KERNEL
@@ -188,6 +189,7 @@ STACKED = [
     Dot(LinearKernel(normal(3, 4, DIMENSION), normal(3, DIMENSION))),
     Cosine(LinearKernel(normal(3, 4, DIMENSION))),
     NegativeSquaredL2(Centering(normal(3, DIMENSION))),
+    Cosine(Centering(normal(3, DIMENSION), normal(3, DIMENSION, seed=6))),
     Dot(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1, 2 * leaf]), LIKELIHOOD)),
 ]
 
@@ -203,7 +205,8 @@ def test_memory_sets_equal_a_loop_over_sets(similarity, restricted):
     observed = query < 0.5 if restricted else None
     beta, mask = jnp.asarray([[0.5], [1.0], [2.0]]), memories[:, None, :, 0] < 0.8
     options = dict(
-        steps=1 if similarity is STACKED[-1] else 2, values=memories[..., :2]
+        steps=2 if similarity.kernel is None or similarity.kernel.has_energy else 1,
+        values=memories[..., :2],
     )
     result = retrieve(
         memories,
@@ -610,6 +613,8 @@ def test_fixed_points_are_stationary_points_of_the_energy(similarity, alpha):
         (Softmax(), NegativeL2(), False),
         (Softmax(), NegativeL1(), False),
         (Softmax(), Dot(LIKELIHOOD), False),
+        (Softmax(), Dot(CENTERING), True),
+        (Softmax(), Cosine(TWO_SIDED), False),
     ],
     ids=label,
 )
@@ -624,7 +629,7 @@ def test_which_models_have_an_energy(separation, similarity, expected):
         ValueError, match=f"no energy is known that .*{type(separation).__name__}"
     ):
         energy(memories, query, **options)
-    if similarity != Dot(LIKELIHOOD):
+    if similarity.kernel is None:
         assert converge(memories, query, **options).energy is None
 
 
@@ -830,6 +835,11 @@ MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
             converge,
             dict(similarity=Dot(LIKELIHOOD)),
             "LikelihoodKernel maps queries and memories differently",
+        ),
+        (
+            converge,
+            dict(similarity=Cosine(TWO_SIDED)),
+            "Centering maps queries and memories differently",
         ),
         (
             trajectory,

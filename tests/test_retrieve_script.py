@@ -25,7 +25,7 @@ from uhop_jax import (
     save,
 )
 from uhop_jax.corruption import Corruption
-from uhop_jax.experiments import evaluation, sweep
+from uhop_jax.experiments import evaluation, methods, sweep
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
@@ -111,6 +111,48 @@ def test_the_limit_knows_what_was_observed():
     np.testing.assert_allclose(limit.error, weights.error)
     plain = Queries(queries.memories, queries.memories, None)
     np.testing.assert_array_equal(sweep._limit(Noise(0.0), plain).top1, [[1], [1]])
+
+
+def test_each_family_of_kernels_draws_from_a_key_of_its_own(monkeypatch):
+    used = []
+
+    def recorded(function):
+        def call(key, *args, **options):
+            jax.debug.callback(
+                lambda data: used.append(tuple(data.tolist())), jax.random.key_data(key)
+            )
+            return function(key, *args, **options)
+
+        return call
+
+    drawing = ("gaussian_start", "fit_annealed", "fit_likelihood")
+    for name in (*drawing, "two_sided_centering"):
+        monkeypatch.setattr(methods, name, recorded(getattr(methods, name)))
+    keys = jax.random.split(jax.random.key(0), 2)
+    memories = jnp.asarray(data.load("digits", limit=24).values).reshape(2, 12, -1)
+    kernels = methods.fit_kernels(
+        {"random", "annealed", "likelihood full", "centred", "two-sided"},
+        keys,
+        memories,
+        Corruption.of(Noise(0.5)),
+        methods.Settings("identity", {}, {"average": (2,)}),
+    )
+    jax.effects_barrier()
+    assert len(used) == 2 + 1 + 2 + 2
+    known = [*used, *(tuple(x) for x in jax.random.key_data(keys).tolist())]
+    assert len(set(known)) == len(known)
+    # Nor does one of them give another.
+    for data_of in used:
+        key = jax.random.wrap_key_data(jnp.asarray(data_of, jnp.uint32))
+        children = jax.vmap(lambda i, key=key: jax.random.fold_in(key, i))(
+            jnp.arange(9)
+        )
+        assert not set(known) & {
+            tuple(x) for x in jax.random.key_data(children).tolist()
+        }
+    two_sided, centred = kernels["two-sided"][""], kernels["centred"][""]
+    np.testing.assert_allclose(two_sided.center, centred.center, atol=1e-6)
+    assert (two_sided.query_center.mean(1) > centred.center.mean(1) + 0.01).all()
 
 
 @pytest.mark.parametrize("protocol", ["paper", "reference"])

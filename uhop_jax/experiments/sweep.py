@@ -425,7 +425,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def grid_report(rows: Sequence[Mapping[str, Any]]) -> str:
     """The tables, and for each cell the winner, the limit and what was calibrated."""
-    fixed = {m.name for m in FAIR if not m.family or m.family == "centred"}
+    fixed = {m.name for m in FAIR if m.family in ("", "centred", "two-sided")}
     titles = "cell, best fixed similarity, best of all, calibrated, limit, chosen"
     lines = [titles.split(", ")]
     for cell, ours in records.grouped(rows, records.CELL).items():
