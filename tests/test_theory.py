@@ -116,9 +116,9 @@ def test_limit_points_are_stationary_points_of_the_energy():
     }
     limit = uj.converge(memories, gaussian(2, 21, 6), max_steps=5000, **model)
     assert limit.converged.all()
-    slope = jax.grad(lambda x: uj.energy(memories, x, **model).sum())(limit.state)
+    slope = jax.grad(lambda x: uj.energy(memories, x, **model).sum())(limit.pattern)
     assert_close(slope, jnp.zeros_like(slope))
-    assert_close(uj.retrieve(memories, limit.state, **model).state, limit.state)
+    assert_close(uj.retrieve(memories, limit.pattern, **model).state, limit.pattern)
 
 
 def test_a_limit_point_need_not_be_a_local_minimum():
