@@ -20,6 +20,7 @@ from uhop_jax import (
     Noise,
     data,
     experiments,
+    fit_sgd,
     plotting,
     records,
     save,
@@ -542,6 +543,26 @@ def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
     with pytest.raises(ValueError, match=message):
         experiments.run(query_config(**{"data.limit": 20} | changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("protocol", "unit"), [("paper", True), ("reference", False)])
+def test_kernels_of_a_scatter_are_those_of_its_protocol(
+    tmp_path, monkeypatch, protocol, unit
+):
+    kernels = []
+
+    def recorded(*args, **options):
+        fitted = fit_sgd(*args, **options)
+        kernels.append(fitted.snapshots)
+        return fitted
+
+    monkeypatch.setattr("uhop_jax.experiments.studies.fit_sgd", recorded)
+    config = get_config("scatter", protocol=protocol)
+    experiments.run(config, tmp_path / "run")
+    assert len(kernels) == config.runs
+    for kernel in kernels:
+        norms = np.linalg.norm(kernel.weights, axis=-1)
+        assert np.allclose(norms, 1, atol=1e-4) == unit
 
 
 def test_every_run_of_a_scatter_is_drawn(tmp_path):

@@ -156,6 +156,7 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             start=start,
             t=settings.t,
             snapshots=(number,),
+            normalize_rows=settings.normalize_rows,
             path="gram",
         )
         model = Dot(fitted.snapshots)
