@@ -26,7 +26,7 @@ from uhop_jax import (
     save,
 )
 from uhop_jax.corruption import Corruption
-from uhop_jax.experiments import evaluation, methods, sweep
+from uhop_jax.experiments import evaluation, methods, studies, sweep
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
@@ -173,6 +173,42 @@ def test_the_other_protocols_fix_beta(tmp_path, protocol):
         assert np.mean(errors["l2, released sign"]) > 1.3 * np.mean(errors["l2"])
 
 
+@pytest.mark.parametrize("protocol", ["paper", "fair"])
+def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
+    changes = {"protocol": protocol, "stage_one.steps": (1, 20), "images": 0}
+    changes["methods"] = ("MHM", "U-Hop", "U-Hop max")
+    found = {}
+    for rates in ((1.0,), (10, 1, 0.1)):
+        config = get_config("losses", **changes, **{"stage_one.rates": rates})
+        workdir = tmp_path / str(len(rates))
+        experiments.run(config, workdir)
+        rows = read(workdir / "results.csv")
+        found[len(rates)] = {
+            (r["method"], r["setting"], r["run"]): float(r["loss"] or 0) for r in rows
+        }
+    settings = [f"N={n}" for n in (1, 20)]
+    assert {setting for _, setting, _ in found[1]} == {"", *settings}
+    every = [f"{s}, rate {rate}" for rate in ("0.1", "1", "10") for s in settings]
+    assert {setting for _, setting, _ in found[3]} == {"", *every}
+    for name in ("U-Hop", "U-Hop max"):
+        for run in "01":
+            alone = [found[1][name, s, run] for s in settings]
+            among = [found[3][name, f"{s}, rate 1", run] for s in settings]
+            np.testing.assert_allclose(among, alone, rtol=1e-4)
+            slow, fast = (
+                found[3][name, f"N=20, rate {rate}", run] for rate in ("0.1", "10")
+            )
+            assert slow != among[1] != fast
+    typed = [
+        dict(r, memories=12, **{k: float(r[k] or 0) for k in ("error", "loss")})
+        | {"delta_min": float(r["delta_min"] or 0)}
+        for r in rows
+    ]
+    curves = studies.steps_figure(typed)[0].series
+    names = {f"{n}, rate {r}" for n in ("U-Hop", "U-Hop max") for r in ("0.1", 1, 10)}
+    assert set(curves) == {"MHM", *names}
+
+
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "demo"])
 def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     changes = {"methods": ("MHM", "U-Hop"), "images": 0}
@@ -267,6 +303,12 @@ def test_results_of_another_run_are_left_alone(tmp_path):
         ({"corruption.levels.mask": (-0.5,)}, "levels must be at least 0, got -0.5"),
         ({"stage_one.t": -1.0}, "stage_one.t must be positive and finite, got -1.0"),
         ({"stage_one.rate": 0.0}, "stage_one.rate must be positive"),
+        ({"stage_one.rates": ()}, "stage_one.rates must name at least one"),
+        ({"stage_one.rates": (1.0, -2.0)}, "stage_one.rates must be positive"),
+        (
+            {"stage_one.rates": (0.1, 1), "protocol": "reference"},
+            r"stage_one.rates must be \(1.0,\) where .*, got \(0.1, 1\)",
+        ),
         ({"stage_one.steps": (3, -1)}, "stage_one.steps must be at least 0, got -1"),
         ({"stage_one.start": "warm"}, "choose one of gaussian, identity"),
         ({"variant": "other"}, "unknown variant 'other'; choose one of demo"),

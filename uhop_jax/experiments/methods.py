@@ -67,6 +67,7 @@ class Settings(NamedTuple):
       start: `identity`, or `gaussian`, the paper's.
       rates: step sizes of each family in units of `d`, one number or one for each step.
       steps: numbers of steps, each a kernel.
+      factors: of the rates, each a kernel.
       t: scale of the separation loss.
       ridges: of the closed form.
       share: part of the memories that Stage I sees.
@@ -76,6 +77,7 @@ class Settings(NamedTuple):
     start: str
     rates: Mapping[str, Any]
     steps: Mapping[str, tuple[int, ...]]
+    factors: tuple[float, ...] = (1.0,)
     t: float = 2.0
     ridges: tuple[float, ...] = ()
     share: float = 1.0
@@ -176,21 +178,23 @@ def fit_kernels(
             found[family] = {"": gaussian}
         elif kind in ("average", "maximum"):
             steps = tuple(sorted(set(settings.steps[family])))
-            fitted = fit_sgd(
-                learned,
-                rate=settings.rates[family],
-                steps=steps[-1],
-                start=start,
-                kind=kind,
-                t=settings.t,
-                snapshots=steps,
-                normalize_rows=settings.normalize_rows,
-                path="gram",
-            )
-            found[family] = {
-                f"N={number}": jax.tree.map(lambda x, i=i: x[:, i], fitted.snapshots)
-                for i, number in enumerate(steps)
-            }
+            found[family] = {}
+            for factor in settings.factors:
+                fitted = fit_sgd(
+                    learned,
+                    rate=factor * settings.rates[family],
+                    steps=steps[-1],
+                    start=start,
+                    kind=kind,
+                    t=settings.t,
+                    snapshots=steps,
+                    normalize_rows=settings.normalize_rows,
+                    path="gram",
+                )
+                suffix = f", rate {factor:g}" if len(settings.factors) > 1 else ""
+                for i, number in enumerate(steps):
+                    kernel = jax.tree.map(lambda x, i=i: x[:, i], fitted.snapshots)
+                    found[family][f"N={number}{suffix}"] = kernel
         elif family == "annealed":
             number = max(1, *settings.steps["average"])
             fitted = fit_annealed(annealed_keys[0], learned, steps=number, restarts=1)

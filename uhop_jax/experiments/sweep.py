@@ -375,7 +375,8 @@ def _block_size(study: Study, cell: Cell) -> int:
     methods, settings = study.protocol.methods, study.protocol.settings
     M, d = cell.memories, study.patterns.values.shape[1]
     variants = {"closed form": len(settings.ridges)}
-    variants |= {family: len(steps) for family, steps in settings.steps.items()}
+    runs = len(settings.factors)
+    variants |= {family: runs * len(steps) for family, steps in settings.steps.items()}
     numbers = 0
     for family in {method.family for method in methods if method.family}:
         dense = family == "random" or settings.start == "gaussian"
