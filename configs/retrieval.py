@@ -109,6 +109,8 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     # The start and the rate are those of the fair protocol; the others have their own.
     config.stage_one.start = "identity"  # or "gaussian", the paper's
     config.stage_one.rate = 0.03  # in units of the dimension: W moves by rate * d
+    config.stage_one.rates = (1.0,)  # one kernel for each: times the rate above, or in
+    # the paper protocol times the paper's, which is 1
     config.stage_one.steps = ()  # one kernel for each; none: the paper's, see `resolve`
     config.stage_one.ridges = (0.1, 1.0, 10.0, 100.0)  # of the closed form, likewise
 

@@ -126,7 +126,7 @@ def stationary() -> Finding:
     right = total = 0
     for seed in range(10):
         memories = sphere(seed, 6, 5)
-        fixed = uhop.converge(memories, memories, beta=2.0, max_steps=2000).state
+        fixed = uhop.converge(memories, memories, beta=2.0, max_steps=2000).pattern
         slope = jax.grad(lambda x, m=memories: uhop.energy(m, x, beta=2.0).sum())(fixed)
         right += int((jnp.linalg.norm(slope, axis=-1) < 1e-4).sum())
         total += len(memories)

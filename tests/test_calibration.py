@@ -28,6 +28,7 @@ from uhop_jax import (
     retrieve,
     save,
 )
+from uhop_jax._pytree import frozen_pytree
 from uhop_jax.calibration import (
     FINALISTS,
     NEGLIGIBLE,
@@ -35,8 +36,10 @@ from uhop_jax.calibration import (
     corrupted_copies,
     default_candidates,
     sweep_errors,
+    two_sided_centering,
 )
 from uhop_jax.data import images
+from uhop_jax.experiments.corruptions import FoldedNoise
 
 KEY = jax.random.key(0)
 MEMORIES = jnp.asarray(images("digits").patterns[:64])
@@ -224,6 +227,7 @@ def test_known_masks_try_no_kernel_that_differs_for_each_query():
         ranks[0],
         *FIXED,
         "centred cosine",
+        "two-sided centred cosine",
         "closed form 1, angular",
         "closed form 1",
     ]
@@ -249,7 +253,7 @@ def test_given_candidates_and_separations_are_tried_alone():
     assert model.name != "plain"
     assert model.trials.dtype == model.beta.dtype == jnp.float64
     # The trials are errors of plain retrievals.
-    sweep_key = jax.random.split(KEY, 3)[1]
+    sweep_key = jax.random.split(KEY, 4)[1]
     query, _, target = corrupted_copies(sweep_key, memories, Mask(0.5), 24)
     for index in [(0, 0, 3), (1, 1, 9)]:
         state = retrieve(
@@ -427,3 +431,73 @@ def test_candidates_that_tie_are_compared_on_more_copies():
             names.append(model.name)
     assert len(names) >= 4
     assert names.count("all") > len(names) / 2
+
+
+KEYS_USED = []
+
+
+@frozen_pytree
+class Recorder(Mask):
+    """A mask that notes each key with which it is called."""
+
+    def __call__(self, key, patterns):
+        jax.debug.callback(
+            lambda data: KEYS_USED.append(tuple(data.tolist())),
+            jax.random.key_data(key),
+        )
+        return super().__call__(key, patterns)
+
+
+def keys_used(call):
+    KEYS_USED.clear()
+    result = jax.block_until_ready(call())
+    jax.effects_barrier()
+    return result, list(KEYS_USED)
+
+
+@pytest.mark.parametrize("ties", [1, 2, 3, 4, 5])
+def test_copies_for_one_purpose_serve_no_other(ties):
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (4, 40))
+    memories = jnp.asarray(signs)
+    plain = (NegativeSquaredL2(), NegativeL2(), NegativeL1(), Dot(), Cosine())
+    candidates = {str(i): plain[i] for i in range(ties)}
+    model, keys = keys_used(
+        lambda: calibrate(
+            KEY, memories, Recorder(0.05), candidates=candidates, queries=16
+        )
+    )
+    least = np.nanmin(model.trials, axis=(1, 2))
+    assert (least <= NEGLIGIBLE * float(memories.var(0).sum())).all()
+    assert len(keys) >= 3
+    assert len(set(keys)) == len(keys)
+
+
+def test_default_candidates_learn_from_copies_of_their_own():
+    _, keys = keys_used(
+        lambda: default_candidates(
+            KEY, MEMORIES[:8], Recorder(0.5), ridges=(1.0,), ranks=(2,)
+        )
+    )
+    assert len(keys) > 4
+    assert len(set(keys)) == len(keys)
+
+
+def test_two_sided_centring_is_about_the_means_of_memories_and_of_copies():
+    centering = two_sided_centering(KEY, MEMORIES, Noise(0.0))
+    np.testing.assert_allclose(centering.center, MEMORIES.mean(0))
+    np.testing.assert_allclose(centering.query_center, MEMORIES.mean(0), atol=1e-6)
+    half = two_sided_centering(KEY, MEMORIES, Mask(0.5))
+    assert 0.45 < half.query_center.sum() / half.center.sum() < 0.55
+    known = two_sided_centering(KEY, MEMORIES, Mask(0.5, known=True))
+    assert 0.95 < known.query_center.sum() / known.center.sum() < 1.05
+
+
+def test_two_sided_centring_beats_every_fixed_similarity_under_folded_noise():
+    query, _, target = corrupted_copies(KEY, MEMORIES, FoldedNoise(0.5), 512)
+    two_sided = two_sided_centering(jax.random.key(1), MEMORIES, FoldedNoise(0.5))
+    others = [Cosine(Centering(two_sided.center)), *FIXED.values()]
+    least = []
+    for similarity in (Cosine(two_sided), *others):
+        z = similarity(MEMORIES, query)
+        least.append(sweep_errors(MEMORIES, z, target, Softmax(), beta_grid(z)).min())
+    assert least[0] < 0.9 * min(least[1:])

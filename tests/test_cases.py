@@ -372,7 +372,7 @@ def test_uc18_number_of_updates(steps, expected, dtype):
     memories, query = xi3(dtype)
     state = retrieve(memories, query, beta=2.0, steps=steps).state
     assert_close(state, expected, **DECIMALS)
-    states = trajectory(memories, query, beta=2.0, steps=5).states
+    states = trajectory(memories, query, beta=2.0, steps=5).patterns
     np.testing.assert_array_equal(states[0], query)
     assert_close(states[steps], expected, **DECIMALS)
 
@@ -381,7 +381,7 @@ def test_uc18_number_of_updates(steps, expected, dtype):
 def test_uc18_to_convergence_and_zero_steps(dtype):
     result = converge(*xi3(dtype), beta=2.0)
     assert result.converged
-    assert_close(result.state, [0.8701053, 0.8701053], **DECIMALS)
+    assert_close(result.pattern, [0.8701053, 0.8701053], **DECIMALS)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         retrieve(*xi3(dtype), beta=2.0, steps=0)
 
@@ -440,7 +440,7 @@ def test_uc21_gradient_at_convergence():
     memories, query = xi3()
 
     def state(beta, query):
-        return converge(memories, query, beta=beta).state
+        return converge(memories, query, beta=beta).pattern
 
     jacobian = jax.jit(jax.jacrev(state, (0, 1)))
     by_beta, by_query = jacobian(2.0, query)

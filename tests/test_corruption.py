@@ -189,6 +189,8 @@ def test_without_noise_a_query_is_its_memory():
     assert_close(posterior_mean(Noise(0.0), memories, memories[2]), memories[2])
     inside = jax.jit(posterior_mean)
     assert_close(inside(Noise(0.0), memories, memories), memories)
+    nobody = inside(Noise(0.0), memories, memories / 2)  # outside of jit it is refused
+    assert_close(nobody, np.tile(memories.mean(0), (6, 1)))
 
 
 def test_posterior_mean_is_bayes_on_a_tiny_example():

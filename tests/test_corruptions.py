@@ -7,6 +7,7 @@ import pytest
 from conftest import assert_close
 from scipy.stats import norm
 
+from uhop_jax import Noise
 from uhop_jax.experiments.corruptions import (
     KINDS,
     Block,
@@ -17,6 +18,7 @@ from uhop_jax.experiments.corruptions import (
     Shift,
     corruption_of,
 )
+from uhop_jax.experiments.evaluation import Queries, posterior_weights
 
 KEY = jax.random.key(0)
 SHAPE = (6, 5, 3)
@@ -59,6 +61,40 @@ def test_folded_noise_is_never_negative_and_its_likelihood_is_bayes():
             )
             expected.append(np.log(density).sum())
         assert_close(row - row[0], np.asarray(expected) - expected[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("scale", [0.0, 1e-200, 1e-25])
+def test_noise_of_no_scale_says_which_memory_a_query_is(scale, dtype):
+    memories = IMAGES[:4, :6].astype(dtype).at[0, 0].set(1.0)
+    query = jnp.stack([memories[2], memories[0]])
+    for noise in (FoldedNoise(scale), Noise(scale)):
+        found = noise.log_likelihood(memories, query)
+        np.testing.assert_array_equal(
+            jnp.exp(found - found.max(-1, keepdims=True)), jnp.eye(4)[jnp.array([2, 0])]
+        )
+
+
+@pytest.mark.parametrize("kind", ["mask", "known_mask", "noise", "folded_noise"])
+def test_the_limit_of_no_corruption_is_the_memory_itself(kind):
+    corruption = corruption_of(kind, 0.0, SHAPE)
+    memories = IMAGES[None]
+    observed = jnp.ones(memories.shape, bool) if kind == "known_mask" else None
+    queries = Queries(memories, memories, observed)
+    np.testing.assert_array_equal(
+        posterior_weights(corruption, queries), jnp.eye(4)[None]
+    )
+    # What is a copy of no memory leaves the prior, and no NaN.
+    strangers = queries._replace(query=0.5 * memories.at[:, :2].multiply(2.0))
+    found = posterior_weights(corruption, strangers)[0]
+    np.testing.assert_array_equal(found[:2], jnp.eye(2, 4))
+    np.testing.assert_allclose(found[2:], 0.25, rtol=1e-6)
+
+
+def test_what_is_clamped_far_from_a_memory_is_unlikely_and_not_impossible():
+    memories = jnp.asarray([[0.0, 0.1], [0.1, 0.0]], jnp.float32)
+    found = FoldedNoise(0.05).log_likelihood(memories, jnp.ones((1, 2), jnp.float32))
+    assert jnp.isfinite(found).all()
 
 
 def test_a_block_is_one_square_of_the_size_asked_for():

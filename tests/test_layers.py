@@ -172,7 +172,7 @@ def test_until_convergence_equals_the_core():
     static = layer(static=True, steps=None, beta=0.5)
     found = static.associate(STATE, MEMORIES)
     wanted = uhop.converge(MEMORIES, STATE, beta=0.5, max_steps=64)
-    np.testing.assert_array_equal(found.output, wanted.state)
+    np.testing.assert_array_equal(found.output, wanted.pattern)
     np.testing.assert_array_equal(found.energy, wanted.energy)
     np.testing.assert_array_equal(found.steps, wanted.steps)
     assert bool(found.converged.all())

@@ -48,6 +48,7 @@ def normal(*shape, seed=0, dtype=jnp.float64):
 SQUARE = LinearKernel(normal(DIMENSION, DIMENSION, seed=1))
 WIDE = LinearKernel(normal(7, DIMENSION, seed=2), normal(DIMENSION, seed=3))
 CENTERING = Centering(normal(DIMENSION, seed=4))
+TWO_SIDED = Centering(normal(DIMENSION, seed=4), normal(DIMENSION, seed=6))
 PLAIN = [Dot(), Cosine(), NegativeSquaredL2(), NegativeL2(), NegativeL1()]
 WITH_KERNEL = [Dot(SQUARE), Cosine(WIDE), NegativeSquaredL2(CENTERING)]
 ITERABLE = PLAIN + WITH_KERNEL
@@ -189,6 +190,7 @@ STACKED = [
     Dot(LinearKernel(normal(3, 4, DIMENSION), normal(3, DIMENSION))),
     Cosine(LinearKernel(normal(3, 4, DIMENSION))),
     NegativeSquaredL2(Centering(normal(3, DIMENSION))),
+    Cosine(Centering(normal(3, DIMENSION), normal(3, DIMENSION, seed=6))),
     Dot(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1, 2 * leaf]), LIKELIHOOD)),
 ]
 
@@ -204,7 +206,8 @@ def test_memory_sets_equal_a_loop_over_sets(similarity, restricted):
     observed = query < 0.5 if restricted else None
     beta, mask = jnp.asarray([[0.5], [1.0], [2.0]]), memories[:, None, :, 0] < 0.8
     options = dict(
-        steps=1 if similarity is STACKED[-1] else 2, values=memories[..., :2]
+        steps=2 if similarity.kernel is None or similarity.kernel.has_energy else 1,
+        values=memories[..., :2],
     )
     result = retrieve(
         memories,
@@ -400,14 +403,14 @@ def test_converge_row_by_row(separation):
     for i in range(4):
         alone = converge(memories, query[i], beta=beta[i], **options)
         assert alone.steps == together.steps[i]
-        assert_close(alone.state, together.state[i])
+        assert_close(alone.pattern, together.pattern[i])
         again = retrieve(
-            memories, together.state[i], beta=beta[i], separation=separation
+            memories, together.pattern[i], beta=beta[i], separation=separation
         )
-        assert_close(again.state, together.state[i])
-    at_state = energy(memories, together.state, beta=beta, separation=separation)
+        assert_close(again.state, together.pattern[i])
+    at_state = energy(memories, together.pattern, beta=beta, separation=separation)
     assert_close(together.energy, at_state)
-    assert_close(together.weights @ memories, together.state)
+    assert_close(together.weights @ memories, together.pattern)
 
 
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
@@ -431,7 +434,7 @@ def test_converge_stops_at_the_cap(cap):
     result = converge(memories, query, beta=0.5, max_steps=cap)
     np.testing.assert_array_equal(result.steps, cap)
     assert not result.converged.any()
-    assert_close(result.state, retrieve(memories, query, beta=0.5, steps=cap).state)
+    assert_close(result.pattern, retrieve(memories, query, beta=0.5, steps=cap).state)
 
 
 def test_a_looser_tolerance_stops_earlier():
@@ -440,7 +443,7 @@ def test_a_looser_tolerance_stops_earlier():
     loose = converge(memories, query, beta=0.5, tolerance=1e-3)
     assert loose.converged.all()
     assert (loose.steps < tight.steps).all()
-    assert_close(loose.state, tight.state, floor=1e-2)
+    assert_close(loose.pattern, tight.pattern, floor=1e-2)
 
 
 CONVERGING = [
@@ -466,7 +469,7 @@ def test_implicit_gradient_equals_the_unrolled_one(similarity, separation):
             similarity=similarity,
             max_steps=2000,
         )
-        return loss(result.state), result.converged
+        return loss(result.pattern), result.converged
 
     def unrolled(memories, beta, similarity, separation, query):
         return loss(
@@ -498,7 +501,7 @@ def test_implicit_gradient_under_vmap():
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
 
     def state(beta, query):
-        return converge(memories, query, beta=beta, max_steps=1000).state
+        return converge(memories, query, beta=beta, max_steps=1000).pattern
 
     betas = jnp.asarray([0.3, 0.6])
     reverse = jax.jit(jax.vmap(jax.jacrev(state)))(betas, query)
@@ -509,7 +512,7 @@ def test_implicit_gradient_under_vmap():
 
 def temporary_bytes(function):
     memories, query = normal(40, DIMENSION), normal(3, DIMENSION, seed=5)
-    gradient = jax.jit(jax.grad(lambda m: function(m, query).state.sum()))
+    gradient = jax.jit(jax.grad(lambda m: function(m, query)[0].sum()))
     return gradient.lower(memories).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -530,20 +533,66 @@ def test_trajectory_is_that_of_retrieve(similarity):
     memories = jnp.asarray(unit(normal(COUNT, DIMENSION)))
     query = normal(2, DIMENSION, seed=5)
     options = dict(beta=1.5, similarity=similarity)
-    states, energies = trajectory(memories, query, steps=3, **options)
-    assert states.shape == (2, 4, DIMENSION)
-    np.testing.assert_array_equal(states[:, 0], query)
+    patterns, _, energies = trajectory(memories, query, steps=3, **options)
+    assert patterns.shape == (2, 4, DIMENSION)
+    np.testing.assert_array_equal(patterns[:, 0], query)
     for steps in (1, 3):
         expected = retrieve(memories, query, steps=steps, **options).state
-        assert_close(states[:, steps], expected)
+        assert_close(patterns[:, steps], expected)
     if not has_energy(Softmax(), similarity):
         assert energies is None
         return
     assert energies.shape == (2, 4)
     first = energy(memories, query, **options)
     assert_close(energies[:, 0], first)
-    if not isinstance(similarity, Cosine) or similarity.kernel is None:
-        assert_close(energies, energy(memories, states, **options))
+
+
+@each(
+    "similarity",
+    [
+        *(Dot(), Cosine(), NegativeSquaredL2(), Dot(WIDE), Cosine(WIDE)),
+        *(NegativeSquaredL2(CENTERING), Cosine(CENTERING)),
+    ],
+)
+def test_energies_are_those_of_the_features_beside_them_and_never_rise(similarity):
+    rng = np.random.default_rng(0)
+    memories = normal(COUNT, DIMENSION) * rng.uniform(0.1, 3, (COUNT, 1))
+    query = normal(20, DIMENSION, seed=5)
+    options = dict(
+        beta=10 ** rng.uniform(-1, 1, 20), separation=Entmax(rng.uniform(1, 2, 20))
+    )
+    path = trajectory(memories, query, similarity=similarity, steps=4, **options)
+    keys, bare = similarity.keys(memories), with_kernel(similarity, None)
+    assert path.features.shape == (20, 5, keys.shape[-1])
+    for step in range(5):
+        own = energy(keys, path.features[:, step], similarity=bare, **options)
+        assert_close(path.energies[:, step], own)
+    rise = jnp.diff(path.energies, axis=-1)
+    assert (rise <= 1e-9 * (1 + jnp.abs(path.energies[:, :-1]))).all()
+    if isinstance(similarity, Cosine):
+        assert_close(jnp.linalg.norm(path.features, axis=-1), np.ones((20, 5)))
+    for steps in (1, 4):
+        end = converge(
+            memories,
+            query,
+            similarity=similarity,
+            max_steps=steps,
+            tolerance=1e-15,
+            **options,
+        )
+        assert_close(end.pattern, path.patterns[:, steps])
+        assert_close(end.features, path.features[:, steps])
+        assert_close(end.energy, path.energies[:, steps])
+
+
+def test_patterns_of_different_norms_are_not_the_features_of_the_cosine():
+    memories = jnp.asarray([[3.0, 0.0], [0.0, 0.3], [-0.5, -0.5]])
+    query = jnp.asarray([-0.04, -1.31])
+    options = dict(beta=2.0, similarity=Cosine())
+    path = trajectory(memories, query, steps=1, **options)
+    assert_close(path.energies[1], energy(memories, path.features[1], **options))
+    assert_close(path.energies[1], -1.021, floor=1e-3)
+    assert_close(energy(memories, path.patterns[1], **options), -0.751, floor=1e-3)
 
 
 ENERGETIC = [
@@ -596,7 +645,7 @@ def test_fixed_points_are_stationary_points_of_the_energy(similarity, alpha):
         return energy(memories, state, **options).sum()
 
     assert jnp.abs(slope(query)).max() > 0.1
-    np.testing.assert_allclose(slope(result.state), 0, atol=1e-7)
+    np.testing.assert_allclose(slope(result.pattern), 0, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -611,6 +660,8 @@ def test_fixed_points_are_stationary_points_of_the_energy(similarity, alpha):
         (Softmax(), NegativeL2(), False),
         (Softmax(), NegativeL1(), False),
         (Softmax(), Dot(LIKELIHOOD), False),
+        (Softmax(), Dot(CENTERING), True),
+        (Softmax(), Cosine(TWO_SIDED), False),
     ],
     ids=label,
 )
@@ -625,7 +676,7 @@ def test_which_models_have_an_energy(separation, similarity, expected):
         ValueError, match=f"no energy is known that .*{type(separation).__name__}"
     ):
         energy(memories, query, **options)
-    if similarity != Dot(LIKELIHOOD):
+    if similarity.kernel is None:
         assert converge(memories, query, **options).energy is None
 
 
@@ -665,10 +716,10 @@ def test_converge_in_every_dtype(dtype):
     memories = normal(COUNT, DIMENSION, dtype=dtype)
     query = normal(2, DIMENSION, seed=5, dtype=dtype)
     result = converge(memories, query, beta=0.5)
-    assert result.state.dtype == result.weights.dtype == dtype
+    assert result.pattern.dtype == result.weights.dtype == dtype
     assert result.converged.all()
     exact = converge(memories.astype(jnp.float64), query.astype(jnp.float64), beta=0.5)
-    assert_close(result.state, exact.state, floor=1e-5)
+    assert_close(result.pattern, exact.pattern, floor=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -831,6 +882,11 @@ MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
             converge,
             dict(similarity=Dot(LIKELIHOOD)),
             "LikelihoodKernel maps queries and memories differently",
+        ),
+        (
+            converge,
+            dict(similarity=Cosine(TWO_SIDED)),
+            "Centering maps queries and memories differently",
         ),
         (
             trajectory,

@@ -20,12 +20,13 @@ from uhop_jax import (
     Noise,
     data,
     experiments,
+    fit_sgd,
     plotting,
     records,
     save,
 )
 from uhop_jax.corruption import Corruption
-from uhop_jax.experiments import evaluation, sweep
+from uhop_jax.experiments import evaluation, methods, studies, sweep
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
@@ -113,6 +114,48 @@ def test_the_limit_knows_what_was_observed():
     np.testing.assert_array_equal(sweep._limit(Noise(0.0), plain).top1, [[1], [1]])
 
 
+def test_each_family_of_kernels_draws_from_a_key_of_its_own(monkeypatch):
+    used = []
+
+    def recorded(function):
+        def call(key, *args, **options):
+            jax.debug.callback(
+                lambda data: used.append(tuple(data.tolist())), jax.random.key_data(key)
+            )
+            return function(key, *args, **options)
+
+        return call
+
+    drawing = ("gaussian_start", "fit_annealed", "fit_likelihood")
+    for name in (*drawing, "two_sided_centering"):
+        monkeypatch.setattr(methods, name, recorded(getattr(methods, name)))
+    keys = jax.random.split(jax.random.key(0), 2)
+    memories = jnp.asarray(data.load("digits", limit=24).values).reshape(2, 12, -1)
+    kernels = methods.fit_kernels(
+        {"random", "annealed", "likelihood full", "centred", "two-sided"},
+        keys,
+        memories,
+        Corruption.of(Noise(0.5)),
+        methods.Settings("identity", {}, {"average": (2,)}),
+    )
+    jax.effects_barrier()
+    assert len(used) == 2 + 1 + 2 + 2
+    known = [*used, *(tuple(x) for x in jax.random.key_data(keys).tolist())]
+    assert len(set(known)) == len(known)
+    # Nor does one of them give another.
+    for data_of in used:
+        key = jax.random.wrap_key_data(jnp.asarray(data_of, jnp.uint32))
+        children = jax.vmap(lambda i, key=key: jax.random.fold_in(key, i))(
+            jnp.arange(9)
+        )
+        assert not set(known) & {
+            tuple(x) for x in jax.random.key_data(children).tolist()
+        }
+    two_sided, centred = kernels["two-sided"][""], kernels["centred"][""]
+    np.testing.assert_allclose(two_sided.center, centred.center, atol=1e-6)
+    assert (two_sided.query_center.mean(1) > centred.center.mean(1) + 0.01).all()
+
+
 @pytest.mark.parametrize("protocol", ["paper", "reference"])
 def test_the_other_protocols_fix_beta(tmp_path, protocol):
     names = ["MHM", "DAM 10", "l2", "U-Hop"]
@@ -128,6 +171,42 @@ def test_the_other_protocols_fix_beta(tmp_path, protocol):
     assert np.mean(errors["DAM 10"]) > 2 * np.mean(errors["MHM"])
     if protocol == "reference":  # the farthest memory in place of the nearest
         assert np.mean(errors["l2, released sign"]) > 1.3 * np.mean(errors["l2"])
+
+
+@pytest.mark.parametrize("protocol", ["paper", "fair"])
+def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
+    changes = {"protocol": protocol, "stage_one.steps": (1, 20), "images": 0}
+    changes["methods"] = ("MHM", "U-Hop", "U-Hop max")
+    found = {}
+    for rates in ((1.0,), (10, 1, 0.1)):
+        config = get_config("losses", **changes, **{"stage_one.rates": rates})
+        workdir = tmp_path / str(len(rates))
+        experiments.run(config, workdir)
+        rows = read(workdir / "results.csv")
+        found[len(rates)] = {
+            (r["method"], r["setting"], r["run"]): float(r["loss"] or 0) for r in rows
+        }
+    settings = [f"N={n}" for n in (1, 20)]
+    assert {setting for _, setting, _ in found[1]} == {"", *settings}
+    every = [f"{s}, rate {rate}" for rate in ("0.1", "1", "10") for s in settings]
+    assert {setting for _, setting, _ in found[3]} == {"", *every}
+    for name in ("U-Hop", "U-Hop max"):
+        for run in "01":
+            alone = [found[1][name, s, run] for s in settings]
+            among = [found[3][name, f"{s}, rate 1", run] for s in settings]
+            np.testing.assert_allclose(among, alone, rtol=1e-4)
+            slow, fast = (
+                found[3][name, f"N=20, rate {rate}", run] for rate in ("0.1", "10")
+            )
+            assert slow != among[1] != fast
+    typed = [
+        dict(r, memories=12, **{k: float(r[k] or 0) for k in ("error", "loss")})
+        | {"delta_min": float(r["delta_min"] or 0)}
+        for r in rows
+    ]
+    curves = studies.steps_figure(typed)[0].series
+    names = {f"{n}, rate {r}" for n in ("U-Hop", "U-Hop max") for r in ("0.1", 1, 10)}
+    assert set(curves) == {"MHM", *names}
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "demo"])
@@ -224,6 +303,12 @@ def test_results_of_another_run_are_left_alone(tmp_path):
         ({"corruption.levels.mask": (-0.5,)}, "levels must be at least 0, got -0.5"),
         ({"stage_one.t": -1.0}, "stage_one.t must be positive and finite, got -1.0"),
         ({"stage_one.rate": 0.0}, "stage_one.rate must be positive"),
+        ({"stage_one.rates": ()}, "stage_one.rates must name at least one"),
+        ({"stage_one.rates": (1.0, -2.0)}, "stage_one.rates must be positive"),
+        (
+            {"stage_one.rates": (0.1, 1), "protocol": "reference"},
+            r"stage_one.rates must be \(1.0,\) where .*, got \(0.1, 1\)",
+        ),
         ({"stage_one.steps": (3, -1)}, "stage_one.steps must be at least 0, got -1"),
         ({"stage_one.start": "warm"}, "choose one of gaussian, identity"),
         ({"variant": "other"}, "unknown variant 'other'; choose one of demo"),
@@ -500,6 +585,26 @@ def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
     with pytest.raises(ValueError, match=message):
         experiments.run(query_config(**{"data.limit": 20} | changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("protocol", "unit"), [("paper", True), ("reference", False)])
+def test_kernels_of_a_scatter_are_those_of_its_protocol(
+    tmp_path, monkeypatch, protocol, unit
+):
+    kernels = []
+
+    def recorded(*args, **options):
+        fitted = fit_sgd(*args, **options)
+        kernels.append(fitted.snapshots)
+        return fitted
+
+    monkeypatch.setattr("uhop_jax.experiments.studies.fit_sgd", recorded)
+    config = get_config("scatter", protocol=protocol)
+    experiments.run(config, tmp_path / "run")
+    assert len(kernels) == config.runs
+    for kernel in kernels:
+        norms = np.linalg.norm(kernel.weights, axis=-1)
+        assert np.allclose(norms, 1, atol=1e-4) == unit
 
 
 def test_every_run_of_a_scatter_is_drawn(tmp_path):

@@ -364,7 +364,27 @@ def test_rows_are_normalised_at_the_end_alone():
     unit = weights / np.linalg.norm(weights, axis=-1, keepdims=True)
     assert_close(fitted.kernel.weights, unit)
     assert_close(fitted.snapshots.weights, unit[None])
-    assert_close(fitted.loss, plain.loss)
+    assert_close(fitted.loss[:-1], plain.loss[:-1])
+
+
+@pytest.mark.parametrize("start", [None, LinearKernel(draw(9, D, seed=3))])
+@every_space
+def test_what_is_reported_last_is_of_the_kernel_with_its_rows_normalised(
+    variant, start
+):
+    memories = draw(M, D)
+    options = dict(rate=0.05, steps=4, start=start, normalize_rows=True, t=1.3)
+    gram, weights = (
+        fit_sgd(memories, path=path, snapshots=(2, 4), **options, **variant)
+        for path in ("gram", "weights")
+    )
+    assert_close(gram.loss, weights.loss, floor=1e-8)
+    assert_close(gram.delta_min, weights.delta_min, floor=1e-8)
+    assert_close(gram.snapshots.weights, weights.snapshots.weights, floor=1e-8)
+    features = np.asarray(memories @ gram.kernel.weights.T)
+    if variant["normalize"]:
+        assert_close(gram.loss[-1], naive_loss(features, 1.3, **variant), floor=1e-8)
+        assert_close(gram.delta_min[-1], naive_separation(features), floor=1e-8)
 
 
 def test_gram_path_builds_no_matrix_of_the_dimension():

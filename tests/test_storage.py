@@ -73,6 +73,9 @@ OBJECTS = {
         draw(dtype=dtype), draw(3, 0, dtype=dtype), draw(0, 3, dtype=dtype)
     ),
     "centring": lambda dtype: Centering(draw(3, dtype=dtype)),
+    "two-sided": lambda dtype: Centering(
+        draw(3, dtype=dtype), 2 * draw(3, dtype=dtype)
+    ),
     "likelihood": likelihood,
     "dot likelihood": lambda dtype: Dot(likelihood(dtype)),
     "alphas": lambda dtype: Entmax(jnp.abs(draw(3, dtype=dtype)) + 1),
@@ -263,6 +266,16 @@ def test_foreign_files_are_refused_and_pickles_never_opened(tmp_path):
         load(path)
 
 
+def test_files_from_before_a_field_was_added_load_with_its_default(tmp_path):
+    path = save(tmp_path / "file.npz", Centering(draw(3)))
+    with np.load(path) as file:
+        arrays = dict(file)
+    description = json.loads(str(arrays["description"]))
+    assert description["tree"]["fields"].pop("query_center") == {"plain": None}
+    np.savez(path, **arrays | {"description": np.asarray(json.dumps(description))})
+    assert_same(load(path), Centering(draw(3)))
+
+
 ARRAY = {"array": "w", "dtype": "float32", "shape": [2, 3]}
 
 
@@ -287,6 +300,10 @@ ARRAY = {"array": "w", "dtype": "float32", "shape": [2, 3]}
         (
             {"uhop_jax": 1, "tree": {"type": "Dot", "fields": {"a": {}}}},
             "file.npz holds a Dot of other fields, unknown to this version",
+        ),
+        (
+            {"uhop_jax": 1, "tree": {"type": "Centering", "fields": {}}},
+            "file.npz holds a Centering of other fields",
         ),
         ({"uhop_jax": 1, "tree": {**ARRAY, "array": "v"}}, DAMAGED),
         ({"uhop_jax": 1, "tree": {**ARRAY, "shape": [2, 4]}}, DAMAGED),

@@ -116,9 +116,9 @@ def test_limit_points_are_stationary_points_of_the_energy():
     }
     limit = uj.converge(memories, gaussian(2, 21, 6), max_steps=5000, **model)
     assert limit.converged.all()
-    slope = jax.grad(lambda x: uj.energy(memories, x, **model).sum())(limit.state)
+    slope = jax.grad(lambda x: uj.energy(memories, x, **model).sum())(limit.pattern)
     assert_close(slope, jnp.zeros_like(slope))
-    assert_close(uj.retrieve(memories, limit.state, **model).state, limit.state)
+    assert_close(uj.retrieve(memories, limit.pattern, **model).state, limit.pattern)
 
 
 def test_a_limit_point_need_not_be_a_local_minimum():
@@ -650,12 +650,23 @@ def test_duplicates_have_radius_zero_and_no_positive_separation():
 def test_bad_input_is_refused_by_name_and_value(untyped):
     x, key = gaussian(0, 5, 6), jax.random.key(0)
     likelihood = uj.Dot(uj.Centering(jnp.zeros(7)))
+    two_sided = uj.Centering(jnp.zeros(6), jnp.ones(6))
     stacked = uj.Dot(uj.LinearKernel(jnp.ones((2, 4, 6))))
     cases = [
         (lambda: theory.radius(x[:1]), r"M at least 2, got \(1, 6\)"),
         (lambda: theory.radius(x[0]), r"M at least 2, got \(6,\)"),
         (lambda: theory.radius(x, similarity=likelihood), "dimension 7, .* 6"),
         (lambda: theory.radius(x, similarity=stacked), "kernel has 1 axes"),
+        (
+            lambda: theory.radius(x, similarity=uj.Dot(two_sided)),
+            "Centering maps queries and memories differently",
+        ),
+        (
+            lambda: theory.exact_retrieval_distance(
+                two_sided, beta=2.0, separation=uj.Sparsemax()
+            ),
+            "kernel must have one center",
+        ),
         (lambda: theory.radius(x.at[0, 0].set(jnp.nan)), "memories must be finite"),
         (lambda: theory.pattern_separation(x, distance=-1.0), "distance .* got -1.0"),
         (

@@ -48,6 +48,7 @@ RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 RANKS = (2, 8, None)
 SHARPNESS = (0.1, 1000.0, 17)  # first, last and number of beta * spread on a log grid
 SCREENING = 256  # copies on which all candidates are tried
+CENTERED = 2000  # copies, at least, that give the mean of queries
 FINALISTS = 5  # candidates that are tried on all copies, with all separations
 MIN_BATCHES, MAX_BATCHES = 2, 64  # of copies for the expected error
 MULTIPLICATIONS = 2e11  # that the expected error may cost
@@ -180,7 +181,7 @@ def calibrate(
     memories = memories.astype(working_dtype(memories))
     corruption = Corruption.of(corrupt, memories=memories)
     corruption.check_draws(key, memories)
-    fit_key, sweep_key, fresh_key = jax.random.split(key, 3)
+    fit_key, sweep_key, tie_key, fresh_key = jax.random.split(key, 4)
     if candidates is None:
         candidates = default_candidates(fit_key, memories, corruption)
     if not isinstance(candidates, Mapping):
@@ -210,7 +211,6 @@ def calibrate(
         (models[i], jax.tree.map(jnp.asarray, separations[sep]), betas[i, b])
         for i, sep, b in equals
     ]
-    tie_key = jax.random.fold_in(key, len(equals))
     winner = _first_of_least(tie_key, memories, corruption, number, playing, negligible)
     best, sep, b = equals[winner]
     chosen, separation, beta = models[best], separations[sep], betas[best, b]
@@ -248,22 +248,25 @@ def default_candidates(
     """The similarities that `calibrate` tries; of equal ones it takes the first.
 
     The likelihood kernel at low ranks, which was learned for this very corruption; the
-    similarities without a kernel; the closed-form kernel at each ridge, plain and
-    angular; and the likelihood kernel at full rank, which costs most.
+    similarities without a kernel; the cosine of centred patterns, queries about the
+    mean of the memories or about their own; the closed-form kernel at each ridge, plain
+    and angular; and the likelihood kernel at full rank, which costs most.
 
     Args:
-      key: random key, for the copies from which the likelihood kernel learns.
+      key: random key, for the copies from which the likelihood kernel learns, and whose
+        mean is that of queries.
       memories: stored patterns, one per row.
       corrupt: as in `calibrate`.
-      ridges: ridges of `fit_closed_form`, positive; unused where queries come with
-        `observed`, where each query would need a kernel of its own.
+      ridges: ridges of `fit_closed_form`, positive; unused, as are centred patterns,
+        where queries come with `observed`, where each would need a kernel of its own.
       ranks: ranks of `fit_likelihood`.
 
     Returns:
       Similarities by name.
     """
     check_key(key)
-    likelihood = fit_likelihood(key, memories, corrupt)
+    likelihood_key, mean_key = jax.random.split(key)
+    likelihood = fit_likelihood(likelihood_key, memories, corrupt)
     low, full = (
         {
             f"likelihood, rank {rank or 'full'}": Dot(likelihood.cut(rank))
@@ -279,16 +282,40 @@ def default_candidates(
         "squared l2": NegativeSquaredL2(),
         "l2": NegativeL2(),
         "l1": NegativeL1(),
-        "centred cosine": Cosine(Centering(memories.mean(0))),
     }
-    _, observed = jax.eval_shape(Corruption.of(corrupt), key, memories)
-    if observed is not None:
-        del models["centred cosine"]  # its kernel, too, would differ for each query
-    else:
+    _, observed = jax.eval_shape(Corruption.of(corrupt), mean_key, memories)
+    if observed is None:
+        two_sided = two_sided_centering(mean_key, memories, corrupt)
+        models["centred cosine"] = Cosine(Centering(two_sided.center))
+        models["two-sided centred cosine"] = Cosine(two_sided)
         for ridge, kernel in whitenings(memories, tuple(ridges)).items():
             models[f"closed form {ridge:g}, angular"] = Cosine(kernel)
             models[f"closed form {ridge:g}"] = Dot(kernel)
     return models | full
+
+
+def two_sided_centering(
+    key: PRNGKeyArray,
+    memories: Float[Array, "M d"],
+    corrupt: Callable[[PRNGKeyArray, Array], Any],
+) -> Centering:
+    """Centring of memories about their mean, and of queries about that of queries.
+
+    The mean of the queries is that of corrupted copies of the memories.
+
+    Args:
+      key: random key, for the copies.
+      memories: stored patterns, one per row.
+      corrupt: as in `calibrate`; of what it says is observed, that alone counts.
+    """
+    M = memories.shape[0]
+    number = M * -(-CENTERED // M)
+    query, observed, _ = corrupted_copies(key, memories, corrupt, number)
+    if observed is None:
+        return Centering(memories.mean(0), query.mean(0))
+    total = jnp.where(observed, query, jnp.zeros((), query.dtype)).sum(0)
+    seen = jnp.maximum(observed.sum(0), 1).astype(query.dtype)
+    return Centering(memories.mean(0), total / seen)
 
 
 def corrupted_copies(
@@ -491,14 +518,14 @@ def _first_of_least(
     """Which model has the least error on new copies; of equal ones the first."""
     if len(models) == 1:
         return 0
+    batches = [
+        _copies(batch_key, memories, corruption, number)
+        for batch_key in jax.random.split(key, TIE_BATCHES)
+    ]
     found: list[float] = []
     for model in models:
-        total = 0.0
-        for batch in range(TIE_BATCHES):
-            batch_key = jax.random.fold_in(key, batch)
-            copies = _copies(batch_key, memories, corruption, number)
-            total += float(_copy_errors(memories, *copies, model)[0].mean())
-        found.append(total / TIE_BATCHES)
+        errors = [_copy_errors(memories, *copies, model)[0] for copies in batches]
+        found.append(float(jnp.stack(errors).mean()))
         if found[-1] <= negligible:  # no other has less
             break
     return int(np.argmax(np.asarray(found) <= min(found) + negligible))

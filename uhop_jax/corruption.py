@@ -198,9 +198,7 @@ class Noise:
         if observed is not None:  # the others are of no account, and may be anything
             query = jnp.where(observed, query, memories.min())
         self.check(memories=memories, query=query)
-        scale = jnp.asarray(self.scale, memories.dtype)
-        exact = scale == 0
-        scale = jnp.where(exact, 1.0, scale)
+        scale, exact = scale_of(self.scale, memories.dtype)
         inside = counted = jnp.ones(query.shape, bool) if observed is None else observed
         log_p = jnp.zeros((*query.shape[:-1], memories.shape[0]), memories.dtype)
         for bound, side in ((self.low, 1.0), (self.high, -1.0)):
@@ -328,8 +326,8 @@ def posterior_mean(
         it; a known mask needs it.
 
     Returns:
-      The estimate of each query's pattern; NaN, where queries are traced, for one that
-      no memory can have become.
+      The estimate of each query's pattern; where queries are traced, the mean of all
+      memories for one that no memory can have become.
 
     Raises:
       ValueError: if the corruption has no likelihood in closed form or its numbers are
@@ -352,7 +350,26 @@ def posterior_mean(
                 f"no memory can have become {impossible.sum()} of the "
                 f"{impossible.size} queries under {corruption!r}"
             )
-    return weigh(jax.nn.softmax(log_p, axis=-1), memories)
+    return weigh(posterior(log_p), memories)
+
+
+def posterior(log_p: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
+    """Probabilities of the memories, from log-likelihoods and a uniform prior.
+
+    A query that is impossible under every memory says nothing: the prior is left.
+    """
+    impossible = jnp.isneginf(log_p.max(-1, keepdims=True))
+    return jax.nn.softmax(jnp.where(impossible, 0.0, log_p), axis=-1)
+
+
+def scale_of(scale: ArrayLike, dtype: Any) -> tuple[Array, Array]:
+    """Standard deviation of a noise, 1 where it is none, and whether it is.
+
+    It is where its square is less than the least number.
+    """
+    scale = jnp.asarray(scale, dtype)
+    none = scale * scale < float(jnp.finfo(dtype).tiny)
+    return jnp.where(none, 1.0, scale), none
 
 
 def _aligned(

@@ -20,14 +20,18 @@ class Kernel(abc.ABC):
     """A feature map `Phi`; memories and queries may be mapped differently.
 
     Attributes:
-      has_energy: whether memories and queries share one `Phi`, so that updates can be
-        iterated and have an energy.
       local: whether the features of the memories depend on which components of the
         query are observed.
+      inner_product: whether its features mean something in an inner product alone.
     """
 
-    has_energy: ClassVar[bool] = True
     local: ClassVar[bool] = True
+    inner_product: ClassVar[bool] = False
+
+    @property
+    def has_energy(self) -> bool:
+        """Whether memories and queries share one `Phi`: updates can be iterated."""
+        return True
 
     @property
     @abc.abstractmethod
@@ -152,14 +156,27 @@ class LowRankKernel(Kernel):
 class Centering(Kernel):
     """The feature map `Phi(u) = u - c`, no more: for mean-centred comparisons.
 
+    A corruption moves the mean, so that queries may have a centre of their own:
+    two-sided centring. What is retrieved is then no longer around it, and the map is
+    one-step by nature, without an energy.
+
     Attributes:
       center: `c (d,)`, or `(sets, d)`; usually the mean of the memories.
+      query_center: what is subtracted from queries, of the same shape; usually the mean
+        of corrupted patterns. None is `center`.
     """
 
     center: Float[Array, "*sets d"]
+    query_center: Float[Array, "*sets d"] | None = None
 
     def check(self):
-        _shape_of(self, "center", "d")
+        shape = _shape_of(self, "center", "d")
+        if self.query_center is not None:
+            _check_shape(self, "query_center", shape)
+
+    @property
+    def has_energy(self) -> bool:
+        return self.query_center is None
 
     @property
     def dimension(self) -> int:
@@ -170,13 +187,15 @@ class Centering(Kernel):
         return self.center.ndim - 1
 
     def memory_features(self, memories, observed=None):
-        return self.query_features(memories, observed)
+        return self._centered(memories, self.center, observed)
 
     def query_features(self, query, observed=None):
-        query = shifted(query, self.center)
-        if observed is None:
-            return query
-        return jnp.where(observed, query, jnp.zeros((), query.dtype))
+        center = self.center if self.query_center is None else self.query_center
+        return self._centered(query, center, observed)
+
+    def _centered(self, x: Array, center: Array, observed: Array | None) -> Array:
+        x = shifted(x, center)
+        return x if observed is None else jnp.where(observed, x, jnp.zeros((), x.dtype))
 
 
 @frozen_pytree
@@ -201,8 +220,8 @@ class LikelihoodKernel(Kernel):
       pattern_dimension: `d`.
     """
 
-    has_energy: ClassVar[bool] = False
     local: ClassVar[bool] = False
+    inner_product: ClassVar[bool] = True
 
     memory_table: Float[Array, "*sets K r"]
     query_table: Float[Array, "*sets K r"]
@@ -213,6 +232,10 @@ class LikelihoodKernel(Kernel):
         *sets, bins, rank = _shape_of(self, "memory_table", "K", "r")
         _check_shape(self, "query_table", (*sets, bins, rank))
         _check_shape(self, "edges", (*sets, bins - 1))
+
+    @property
+    def has_energy(self) -> bool:
+        return False
 
     @property
     def dimension(self) -> int:

@@ -2,7 +2,14 @@ r"""Retrieval dynamics: energy, updates, iteration to a fixed point.
 
 One update is :math:`T(x) = \mathrm{sep}(\beta K(\Xi, x))\, \Xi` [lemma:retrieval_dyn].
 The functions here apply it a fixed number of times (`retrieve`), until nothing moves
-(`converge`), or keeping every state (`trajectory`). All share one set of arguments:
+(`converge`), or keeping all on the way (`trajectory`).
+
+The dynamics run in the features in which the similarity compares: a query is mapped
+into them, and each update takes a weighted mean of the keys, the features of the
+memories; for `Cosine` all of them are unit vectors. Energies are of such features. What
+is retrieved is a pattern: the mean of the memories under the same weights.
+
+All share one set of arguments:
 
 - `memories (M, d)`, one pattern per row, shared by all queries and never tiled; or
   `(sets, M, d)`, one memory set for each entry of the first axis of the query (an axis
@@ -46,7 +53,8 @@ class Retrieval(NamedTuple):
     """Result of `retrieve`.
 
     Attributes:
-      state: `(..., d)`, the retrieved pattern (or value).
+      state: `(..., d)`, the retrieved pattern (or value), the mean of the memories
+        under `weights`.
       weights: `(..., M)`, those of the last update.
     """
 
@@ -58,15 +66,19 @@ class Convergence(NamedTuple):
     """Result of `converge`, row by row.
 
     Attributes:
-      state: `(..., d)`, the retrieved pattern (or value).
+      pattern: `(..., d)`, the retrieved pattern (or value), the mean of the memories
+        under `weights`.
       weights: `(..., M)`, those of the last update.
-      energy: `(...)`, at the state; None if the model has no energy.
+      features: `(..., D)`, what the last update made of them: the mean of the keys
+        under `weights`, for `Cosine` of unit length; float32 for half precision.
+      energy: `(...)`, of the features; None if the model has no energy.
       steps: `(...)`, int32, updates used.
-      converged: `(...)`, whether the state moved by no more than the tolerance.
+      converged: `(...)`, whether the features moved by no more than the tolerance.
     """
 
-    state: Float[Array, "*batch d"]
+    pattern: Float[Array, "*batch d"]
     weights: Float[Array, "*batch M"]
+    features: Float[Array, "*batch D"]
     energy: Float[Array, "*batch"] | None
     steps: Int[Array, "*batch"]
     converged: Bool[Array, "*batch"]
@@ -76,11 +88,15 @@ class Trajectory(NamedTuple):
     """Result of `trajectory`.
 
     Attributes:
-      states: `(..., steps + 1, d)`, the query and the state after each update.
-      energies: `(..., steps + 1)`, at those states; None if the model has no energy.
+      patterns: `(..., steps + 1, d)`, the query and what each update retrieves.
+      features: `(..., steps + 1, D)`, those of the query and after each update, for
+        `Cosine` of unit length; float32 for half precision.
+      energies: `(..., steps + 1)`, of the features, never rising; None if the model has
+        no energy.
     """
 
-    states: Float[Array, "*batch steps_plus_1 d"]
+    patterns: Float[Array, "*batch steps_plus_1 d"]
+    features: Float[Array, "*batch steps_plus_1 D"]
     energies: Float[Array, "*batch steps_plus_1"] | None
 
 
@@ -99,6 +115,12 @@ def retrieve(
     r"""Applies `steps` updates of the retrieval dynamics [eqn:ret-dyn].
 
     With one step and `Softmax` this is attention with keys `memories` and values
+    `values`.
+
+    Several steps go from features to features. That is one step several times, each
+    from the pattern retrieved before, but where a pattern between two steps says less
+    than its features: for `Cosine`, whose keys are of unit length whatever the norms of
+    the memories, for weights that do not sum to one with a centred kernel, and with
     `values`.
 
     Args:
@@ -142,7 +164,7 @@ def converge(
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
 ) -> Convergence:
-    r"""Applies updates to each row until its state stands still [lemma:convergence].
+    r"""Applies updates to each row until it stands still [lemma:convergence].
 
     A row stops by itself, so that it does not depend on the rows beside it. Gradients
     are those of the fixed point (implicit function theorem): exact where the row has
@@ -156,8 +178,8 @@ def converge(
       separation: maps scaled overlaps to weights over the memories.
       similarity: overlap of states with memories; larger is closer.
       max_steps: cap on the updates of a row, at least 1.
-      tolerance: a row has converged once no component of its state moves by more than
-        this, relative to the largest component; None is 16 units of rounding.
+      tolerance: a row has converged once no component of its features moves by more
+        than this, relative to the largest component; None is 16 units of rounding.
       values: what the last weights average; the memories by default.
       mask: true for valid memories.
       observed: true for known components of the query.
@@ -190,7 +212,7 @@ def trajectory(
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
 ) -> Trajectory:
-    """Every state on the way, and its energy.
+    """What every update retrieves, with its features and their energy.
 
     Args:
       memories: stored patterns.
@@ -226,13 +248,17 @@ def energy(
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
 ) -> Float[Array, "*batch"]:
-    r"""Energy of states, which an update never raises.
+    r"""Energy of the features of states, which an update never raises.
 
     - `Dot`: :math:`K(x, x)/2 - \Psi^\star(\beta, K(\Xi, x))` [eqn:eng-fn], with the
       conjugate :math:`\Psi^\star(\beta, z) = \mathrm{conjugate}(\beta z)/\beta` (the
       factor :math:`1/\beta`, which the paper omits for `alpha = 2`, is needed).
     - `Cosine`: :math:`-\Psi^\star(\beta, \bar K(\Xi, x))`.
     - `NegativeSquaredL2`: :math:`-\Psi^\star(\beta, -\|\Xi - x\|^2)`.
+
+    Features themselves, such as those of `trajectory`, are states among the keys:
+    `energy(similarity.keys(memories), features, ...)` with the similarity without its
+    kernel is their energy.
 
     Args:
       memories: stored patterns.
@@ -311,15 +337,16 @@ def _trajectory(model: Model, steps: int) -> Trajectory:
     def run(row: Row) -> Trajectory:
         def step(y: Array, _: None) -> tuple[Array, Any]:
             new = row.update(y)
-            return new, (row.read_out(y)[0], row.energy(new) if known else None)
+            return new, Trajectory(
+                row.read_out(y)[0], new, row.energy(new) if known else None
+            )
 
         y = row.start()
-        first = row.energy(y) if known else None
-        _, (states, energies) = lax.scan(step, y, None, length=steps)
-        states = jnp.concatenate([row.model.query[None], states])
-        if known:
-            energies = jnp.concatenate([jnp.asarray(first)[None], energies])
-        return Trajectory(states, energies)
+        first = Trajectory(row.model.query, y, row.energy(y) if known else None)
+        _, rest = lax.scan(step, y, None, length=steps)
+        return jax.tree.map(
+            lambda one, others: jnp.concatenate([one[None], others]), first, rest
+        )
 
     return over_rows(model, run)
 
@@ -344,11 +371,13 @@ def _converge(model: Model, max_steps: int, tolerance: ArrayLike) -> Convergence
             _solve_linear,
             has_aux=True,
         )
-        state, weights = row.read_out(y)
+        pattern, weights = row.read_out(y)
+        features = row.update(y)
         return Convergence(
-            state,
+            pattern,
             weights,
-            row.energy(y) if known else None,
+            features,
+            row.energy(features) if known else None,
             steps.astype(jnp.int32) + 1,
             converged > 0,
         )

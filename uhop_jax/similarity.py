@@ -384,7 +384,7 @@ def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
             f"kernel maps dimension {kernel.dimension}, memories have dimension "
             f"{memories.shape[-1]}"
         )
-    if not kernel.has_energy and not isinstance(similarity, Dot):
+    if kernel.inner_product and not isinstance(similarity, Dot):
         raise ValueError(
             f"{type(kernel).__name__} compares by Dot alone, got "
             f"{type(similarity).__name__}"

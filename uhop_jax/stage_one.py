@@ -57,9 +57,10 @@ class StageOne(NamedTuple):
 
     Attributes:
       kernel: the fitted kernel; `kernel.weights` is the matrix `W`.
-      loss: `(steps + 1,)`, the separation loss before each step and after the last.
+      loss: `(steps + 1,)`, the separation loss before each step, and of the kernel.
       delta_min: `(steps + 1,)`, the smallest separation, `1 - max cos`, likewise.
-      snapshots: kernels `(snapshots, D, d)` after the steps asked for, or None.
+      snapshots: kernels `(snapshots, D, d)` after the steps asked for, their rows
+        normalised if those of the kernel are, or None.
     """
 
     kernel: Fitted
@@ -389,9 +390,13 @@ def _fit_gram(
         return LinearKernel(_unit_rows(weights) if normalize_rows else weights)
 
     snapshots = lax.map(kernel, slots) if kept else None
-    Q = gram(B)[1]
-    last = loss_of_gram(Q, loss, t), delta_min_of_gram(Q)
-    return _result(kernel(B), snapshots, history, last)
+    fitted = kernel(B)
+    if normalize_rows:  # of W itself, which its Gram matrix does not show
+        last = descend(memories, fitted.weights, loss, t)[0]
+    else:
+        Q = gram(B)[1]
+        last = loss_of_gram(Q, loss, t), delta_min_of_gram(Q)
+    return _result(fitted, snapshots, history, last)
 
 
 def descend(

@@ -153,6 +153,11 @@ def _build(node: Any, arrays: dict[str, np.ndarray]) -> Any:
     if node["type"] not in _TYPES:
         raise _UnknownTypeError(node["type"])
     cls = _TYPES[node["type"]]
-    if set(node["fields"]) != {field.name for field in dataclasses.fields(cls)}:
+    fields = {field.name: field.default for field in dataclasses.fields(cls)}
+    saved = node["fields"].keys()
+    # A field that came later has a default, under which older files mean what they did.
+    missing = [name for name in fields.keys() - saved]
+    unknown = any(fields[name] is dataclasses.MISSING for name in missing)
+    if unknown or saved - fields.keys():
         raise _UnknownTypeError(f"{node['type']} of other fields")
     return cls(**{k: _build(v, arrays) for k, v in node["fields"].items()})

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from uhop_jax._checks import check_choice
 from uhop_jax._pytree import frozen_pytree
-from uhop_jax.corruption import Mask, Noise
+from uhop_jax.corruption import Mask, Noise, scale_of
 
 KINDS = (
     *("mask", "known_mask", "noise", "folded_noise", "norm_noise"),
@@ -63,16 +63,21 @@ class FoldedNoise:
     ) -> Float[Array, "Q M"]:
         """`log p(query | memory)` up to a constant of the query, for `kind="pixel"`."""
         del observed  # this noise hides nothing
-        scale = jnp.asarray(self.scale, memories.dtype)
+        scale, exact = scale_of(self.scale, memories.dtype)
         clamped = query >= 1
-        cdf = jax.scipy.stats.norm.cdf
-        beyond = jnp.log(cdf((memories - 1) / scale) + cdf((-1 - memories) / scale))
+        logcdf = jax.scipy.stats.norm.logcdf
+        beyond = jnp.logaddexp(
+            logcdf((memories - 1) / scale), logcdf((-1 - memories) / scale)
+        )
+        intact = jnp.clip(jnp.abs(memories), 0, 1)
 
         def folded(row: tuple[Array, Array]) -> Array:
             value, inside = (x[None] for x in row)
             straight = -0.5 * ((value - memories) / scale) ** 2
             both = straight + jnp.log1p(jnp.exp(-2 * value * memories / scale**2))
-            return jnp.where(inside, both, beyond).sum(-1)
+            noisy = jnp.where(inside, both, beyond).sum(-1)
+            same = (value == intact).all(-1)
+            return jnp.where(exact, jnp.where(same, 0.0, -jnp.inf), noisy)
 
         return jax.lax.map(folded, (query, ~clamped))
 

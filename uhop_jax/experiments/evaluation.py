@@ -21,7 +21,7 @@ from uhop_jax.calibration import (
     sweep_errors,
     with_one_of,
 )
-from uhop_jax.corruption import Corruption
+from uhop_jax.corruption import Corruption, posterior
 from uhop_jax.experiments.methods import Method
 from uhop_jax.kernels import Kernel
 from uhop_jax.losses import Loss, delta_min_of_gram, loss_of_gram
@@ -190,7 +190,7 @@ def posterior_weights(corruption: Any, queries: Queries) -> Array:
     def one(row: Queries) -> Array:
         memories, query, observed = row
         found = corruption.log_likelihood(memories, query, observed=observed)
-        return jax.nn.softmax(found)
+        return posterior(found)
 
     return lax.map(one, queries)
 

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from uhop_jax._entmax import Power
 from uhop_jax._pytree import frozen_pytree
+from uhop_jax.calibration import two_sided_centering
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import Centering, Kernel, LikelihoodKernel
@@ -66,6 +67,7 @@ class Settings(NamedTuple):
       start: `identity`, or `gaussian`, the paper's.
       rates: step sizes of each family in units of `d`, one number or one for each step.
       steps: numbers of steps, each a kernel.
+      factors: of the rates, each a kernel.
       t: scale of the separation loss.
       ridges: of the closed form.
       share: part of the memories that Stage I sees.
@@ -75,6 +77,7 @@ class Settings(NamedTuple):
     start: str
     rates: Mapping[str, Any]
     steps: Mapping[str, tuple[int, ...]]
+    factors: tuple[float, ...] = (1.0,)
     t: float = 2.0
     ridges: tuple[float, ...] = ()
     share: float = 1.0
@@ -107,6 +110,7 @@ FAIR = (
     Method("l1", NegativeL1, Softmax()),
     Method("cosine", Cosine, Softmax(), group=OTHER),
     Method("centred cosine", Cosine, Softmax(), "centred", OTHER),
+    Method("two-sided centred cosine", Cosine, Softmax(), "two-sided", OTHER),
     Method("nearest (cosine)", Cosine, TopK(1), group=OTHER),
     Method("nearest (l2)", NegativeSquaredL2, TopK(1), group=OTHER),
     Method("random W", Dot, Softmax(), "random", "kernel"),
@@ -149,52 +153,71 @@ def fit_kernels(
 ) -> dict[str, dict[str, Kernel]]:
     """Kernels of each family by what tells them apart, for memory sets `(sets, M, d)`.
 
-    Each set has a key of its own. Numbers of steps are snapshots of one run.
+    Each set has a key of its own. Numbers of steps are snapshots of one run. Families
+    that know the corruption make corrupted copies of their own: none sees the queries
+    that are scored.
     """
     families, d = set(families), memories.shape[-1]
     learned = memories[:, : max(2, int(settings.share * memories.shape[1]))]
     found: dict[str, dict[str, Kernel]] = {}
     gaussian, full = None, None
+    start_keys, annealed_keys, likelihood_keys, mean_keys = jax.vmap(
+        lambda key: jax.random.split(key, 4), out_axes=1
+    )(keys)
     if settings.start == "gaussian" or "random" in families:
-        gaussian = jax.vmap(lambda key: gaussian_start(key, d))(keys)
+        gaussian = jax.vmap(lambda key: gaussian_start(key, d))(start_keys)
     start = gaussian if settings.start == "gaussian" else identity_start(d)
     for family in sorted(families):
         kind = family.split()[0]
         if family == "centred":
             found[family] = {"": Centering(memories.mean(1))}
+        elif family == "two-sided":
+            found[family] = {"": _two_sided(mean_keys, memories, corruption)}
         elif family == "random":
             assert gaussian is not None
             found[family] = {"": gaussian}
         elif kind in ("average", "maximum"):
             steps = tuple(sorted(set(settings.steps[family])))
-            fitted = fit_sgd(
-                learned,
-                rate=settings.rates[family],
-                steps=steps[-1],
-                start=start,
-                kind=kind,
-                t=settings.t,
-                snapshots=steps,
-                normalize_rows=settings.normalize_rows,
-                path="gram",
-            )
-            found[family] = {
-                f"N={number}": jax.tree.map(lambda x, i=i: x[:, i], fitted.snapshots)
-                for i, number in enumerate(steps)
-            }
+            found[family] = {}
+            for factor in settings.factors:
+                fitted = fit_sgd(
+                    learned,
+                    rate=factor * settings.rates[family],
+                    steps=steps[-1],
+                    start=start,
+                    kind=kind,
+                    t=settings.t,
+                    snapshots=steps,
+                    normalize_rows=settings.normalize_rows,
+                    path="gram",
+                )
+                suffix = f", rate {factor:g}" if len(settings.factors) > 1 else ""
+                for i, number in enumerate(steps):
+                    kernel = jax.tree.map(lambda x, i=i: x[:, i], fitted.snapshots)
+                    found[family][f"N={number}{suffix}"] = kernel
         elif family == "annealed":
             number = max(1, *settings.steps["average"])
-            fitted = fit_annealed(keys[0], learned, steps=number, restarts=1)
+            fitted = fit_annealed(annealed_keys[0], learned, steps=number, restarts=1)
             found[family] = {f"N={number}": fitted.kernel}
         elif family == "closed form":
             kernels = whitenings(learned, settings.ridges)
             found[family] = {f"ridge {r:g}": kernel for r, kernel in kernels.items()}
         elif kind == "likelihood":
             if full is None:
-                full = _likelihoods(keys, memories, corruption)
+                full = _likelihoods(likelihood_keys, memories, corruption)
             rank = family.split()[1]
             found[family] = {"": full.cut(None if rank == "full" else int(rank))}
     return found
+
+
+@jax.jit
+def _two_sided(keys: Array, memories: Array, corruption: Corruption) -> Centering:
+    """Two-sided centring of each memory set, one after another: copies take room."""
+
+    def one(row: tuple[Array, Array]) -> Centering:
+        return two_sided_centering(*row, corruption)
+
+    return jax.lax.map(one, (keys, memories))
 
 
 def _likelihoods(
@@ -202,7 +225,7 @@ def _likelihoods(
 ) -> LikelihoodKernel:
     """The likelihood kernel of each memory set, each from a key of its own."""
     each = [
-        fit_likelihood(jax.random.fold_in(key, 1), m, corruption)
+        fit_likelihood(key, m, corruption)
         for key, m in zip(keys, memories, strict=True)
     ]
     return jax.tree.map(lambda *x: jnp.stack(x), *each)

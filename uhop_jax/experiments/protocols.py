@@ -1,8 +1,8 @@
 """The three protocols: what is compared with what, and under which settings.
 
 - `fair`: every method at its own best beta and kernel, chosen on other memories.
-- `paper`: one beta, a Gaussian start, the constant rate 1, rows of `W` normalised at
-  the end; distances with the sign that retrieves the nearest.
+- `paper`: one beta, a Gaussian start, the constant rate 1 or those asked for, rows of
+  `W` normalised at the end; distances with the sign that retrieves the nearest.
 - `reference`: as the authors' code runs, oddities included: kept pixels are doubled,
   noise is folded, distances retrieve the farthest, powers are not normalised, Stage I
   sees half of the memories in the mask task, rows are not normalised, and the rate of
@@ -92,6 +92,16 @@ def check(config: ConfigDict) -> None:
     options = config.stage_one
     check_positive("stage_one.t", options.t)
     check_positive("stage_one.rate", options.rate)
+    if not options.rates:
+        raise ValueError("stage_one.rates must name at least one, got none")
+    for rate in options.rates:
+        check_positive("stage_one.rates", rate)
+    own = config.protocol == "reference" or config.variant == "scatter"
+    if own and set(options.rates) != {1}:
+        raise ValueError(
+            "stage_one.rates must be (1.0,) where rates are given, in the reference "
+            f"protocol and the scatter variant, got {tuple(options.rates)}"
+        )
     check_choice("stage_one.start", options.start, ("gaussian", "identity"))
     check_positive("beta", config.beta)
     for number in options.steps:
@@ -111,11 +121,13 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
     """The protocol of a config that `check` passed, for patterns of a dimension."""
     options = config.stage_one
     steps = tuple(sorted({int(n) for n in options.steps}))
+    factors = tuple(sorted({float(factor) for factor in options.rates}))
     if config.protocol == "fair":
         settings = Settings(
             options.start,
             rates={"average": options.rate, "maximum": options.rate},
             steps={"average": steps, "maximum": steps},
+            factors=factors,
             t=options.t,
             ridges=tuple(options.ridges),
         )
@@ -124,6 +136,7 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
             "gaussian",
             rates={"average": 1 / dimension, "maximum": 1 / dimension},
             steps={"average": steps, "maximum": steps},
+            factors=factors,
             t=options.t,
             normalize_rows=True,
         )

@@ -26,9 +26,17 @@ from uhop_jax.theory import effective_memories
 
 
 def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Error, loss and `Delta_min` against N for each memory size, as in the paper."""
+    """Error, loss and `Delta_min` against N for each memory size, as in the paper.
+
+    Of several rates each has curves of its own.
+    """
     plain = [r for r in rows if not r["setting"].startswith("N=")]
-    learned = [dict(r, steps=int(r["setting"][2:])) for r in rows if r not in plain]
+    learned = []
+    for row in rows:
+        if row["setting"].startswith("N="):
+            steps, _, rate = row["setting"][2:].partition(", ")
+            label = _label(row["method"], rate)
+            learned.append(dict(row, steps=int(steps), method=label))
     parts = []
     for M in dict.fromkeys(r["memories"] for r in rows):
         ours = [r for r in learned if r["memories"] == M]
@@ -156,6 +164,7 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             start=start,
             t=settings.t,
             snapshots=(number,),
+            normalize_rows=settings.normalize_rows,
             path="gram",
         )
         model = Dot(fitted.snapshots)

@@ -375,7 +375,8 @@ def _block_size(study: Study, cell: Cell) -> int:
     methods, settings = study.protocol.methods, study.protocol.settings
     M, d = cell.memories, study.patterns.values.shape[1]
     variants = {"closed form": len(settings.ridges)}
-    variants |= {family: len(steps) for family, steps in settings.steps.items()}
+    runs = len(settings.factors)
+    variants |= {family: runs * len(steps) for family, steps in settings.steps.items()}
     numbers = 0
     for family in {method.family for method in methods if method.family}:
         dense = family == "random" or settings.start == "gaussian"
@@ -425,7 +426,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def grid_report(rows: Sequence[Mapping[str, Any]]) -> str:
     """The tables, and for each cell the winner, the limit and what was calibrated."""
-    fixed = {m.name for m in FAIR if not m.family or m.family == "centred"}
+    fixed = {m.name for m in FAIR if m.family in ("", "centred", "two-sided")}
     titles = "cell, best fixed similarity, best of all, calibrated, limit, chosen"
     lines = [titles.split(", ")]
     for cell, ours in records.grouped(rows, records.CELL).items():

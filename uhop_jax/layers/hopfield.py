@@ -484,7 +484,13 @@ class Hopfield(nnx.Module):
                 found = converge(
                     keys, query, values=read, max_steps=self.max_steps, **options
                 )
-                return Association(*found)
+                return Association(
+                    found.pattern,
+                    found.weights,
+                    found.energy,
+                    found.steps,
+                    found.converged,
+                )
             state, weights = retrieve(
                 keys, query, values=read, steps=self.steps, **options
             )

@@ -243,9 +243,9 @@ def _stored(
             max_steps=max_steps,
             mask=mask,
         )
-        state = on_features.state(end.state)
-        inside = jnp.linalg.norm(state - centres[:, None], axis=-1) <= radius
-        common = jnp.linalg.norm(state - state[:, :1], axis=-1) <= tolerance * radius
+        limits = end.features
+        inside = jnp.linalg.norm(limits - centres[:, None], axis=-1) <= radius
+        common = jnp.linalg.norm(limits - limits[:, :1], axis=-1) <= tolerance * radius
         there = end.converged & inside & common
         return there[:, 1:] & there[:, :1]
 
