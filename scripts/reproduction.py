@@ -1,38 +1,36 @@
 """The reproduction report: every claim of the paper beside our numbers.
 
 python scripts/reproduction.py                 # docs/reproduction.md from docs/results
-python scripts/reproduction.py --run           # first runs the studies that are missing
+python scripts/reproduction.py --stale         # result files that other code has made
+python scripts/reproduction.py --run           # first runs what is missing or stale,
+                                               # but for studies of more than half an
+                                               # hour, which it names
 python scripts/reproduction.py --run NAME ...  # those alone; --data=DIR: prepared data
 
-A study is a command that a user would type. Stopped, it goes on when asked for again;
-its `results.csv` and `config.json` are kept as `docs/results/NAME.csv` and `NAME.json`.
+A study is a command that a user would type, run from committed code. Stopped, it goes
+on when asked for again, unless the code has changed; its `results.csv` and
+`config.json` are kept as `docs/results/NAME.csv` and `NAME.json`, and what made them as
+`NAME.made_by.json`.
 """
 
 import argparse
-import csv
-import json
-import shlex
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import claims
+import files
+import provenance
 import theorems
 from claims import Claim, Judged
+from files import CORRECTED, RESULTS, THEOREMS, read
 from studies import STUDIES
 from theorems import Finding
 
-from uhop_jax import paper, records
+from uhop_jax import paper
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs" / "results"
 REPORT = ROOT / "docs" / "reproduction.md"
-WORK = ROOT / "results" / "reproduction"
-THEOREMS, CORRECTED = "theorems", "corrected"  # computed here, not by a study
-LARGEST = 400_000  # bytes of a figure that is kept
 
 
 LONG = "hours on 2 cores for each data set; made for an accelerator"
@@ -283,53 +281,6 @@ SETTINGS = [
     ),
 ]
 
-# -- Files -----------------------------------------------------------------------------
-
-
-def read(name: str) -> list[dict[str, Any]]:
-    """The rows of a result file, numbers as numbers; none if it is missing."""
-    path = RESULTS / f"{name}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [{k: _value(v) for k, v in row.items()} for row in csv.DictReader(file)]
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
-
-
-def keep(name: str, workdir: Path) -> None:
-    """Copies what a study has left, without the directories of this machine."""
-    RESULTS.mkdir(exist_ok=True)
-    shutil.copy(workdir / "results.csv", RESULTS / f"{name}.csv")
-    config = json.loads((workdir / "config.json").read_text())
-    config["data"].pop("dir", None)
-    (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
-    figure = workdir / "figure.png"
-    if figure.exists() and figure.stat().st_size < LARGEST:
-        shutil.copy(figure, RESULTS / f"{name}.png")
-
-
-def run(name: str, data: str) -> None:
-    """Runs a study, or goes on with it, and keeps its results."""
-    if name in (THEOREMS, CORRECTED):
-        found = theorems.findings() if name == THEOREMS else theorems.corrections()
-        records.write_csv(RESULTS / f"{name}.csv", [f._asdict() for f in found])
-        return
-    command = [sys.executable, *shlex.split(STUDIES[name].command)]
-    command.append(f"--workdir={WORK / name}")
-    if data:
-        command.append(f"--config.data.dir={data}")
-    subprocess.run(command, cwd=ROOT, check=True)
-    keep(name, WORK / name)
-
-
 # -- Report ----------------------------------------------------------------------------
 
 
@@ -398,14 +349,23 @@ def report() -> str:
         "",
         "Each is kept with its config in `docs/results`.",
         "",
-        "| study | result file | command | cost on 2 cores |",
-        "|---|---|---|---|",
+        "*Made by*: the commit whose code made the file (`--stale` lists files whose "
+        "code has changed since; a file of another command than the study's is not "
+        "read).",
+        "",
+        "| study | result file | made by | command | cost on 2 cores |",
+        "|---|---|---|---|---|",
     ]
     for name, study in STUDIES.items():
         there = f"[csv](results/{name}.csv)" if results[name] else "-"
+        made = provenance.label(files.made_by(name)) if results[name] else "-"
         command = study.command.replace("|", "\\|")
-        text.append(f"| {name} | {there} | `python {command}` | {study.cost} |")
-    figures = [name for name in STUDIES if (RESULTS / f"{name}.png").exists()]
+        text.append(
+            f"| {name} | {there} | {made} | `python {command}` | {study.cost} |"
+        )
+    figures = [
+        name for name in STUDIES if results[name] and (RESULTS / f"{name}.png").exists()
+    ]
     if figures:
         text += ["", "## Figures"]
         for name in figures:
@@ -450,20 +410,33 @@ def _line(*cells: str) -> str:
 
 
 def main() -> None:
-    """Runs what is asked for, then writes the page."""
+    """Does what is asked for, then writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--run", nargs="*", metavar="NAME", help="none: what is missing"
+        "--run", nargs="*", metavar="NAME", help="none: what is missing or stale"
     )
+    parser.add_argument("--stale", action="store_true", help="list stale files and why")
     parser.add_argument("--data", default="", help="directory of prepared data sets")
     arguments = parser.parse_args()
-    known = [*STUDIES, THEOREMS, CORRECTED]
     for name in arguments.run or ():
-        if name not in known:
-            parser.error(f"unknown study {name!r}; choose from {', '.join(known)}")
-    missing = [n for n in known if not (RESULTS / f"{n}.csv").exists()]
-    for name in missing if arguments.run == [] else arguments.run or ():
-        run(name, arguments.data)
+        if name not in files.KNOWN:
+            known = ", ".join(files.KNOWN)
+            parser.error(f"unknown study {name!r}; choose from {known}")
+    if arguments.stale:
+        for name, reasons in files.stale().items():
+            print(f"{name}: {', '.join(reasons)}")
+        return
+    names = arguments.run or []
+    if arguments.run == []:
+        wanted = [*files.missing(), *files.stale()]
+        names = [name for name in wanted if files.affordable(name)]
+        if rest := [name for name in wanted if name not in names]:
+            print(f"not run unless named, since they are long: {', '.join(rest)}")
+    if names and (changed := provenance.uncommitted()):
+        listed = ", ".join(changed[:3]) + " ..." * (len(changed) > 3)
+        sys.exit(f"studies run from committed code alone; commit first: {listed}")
+    for name in names:
+        files.run(name, arguments.data)
     REPORT.write_text(report())
 
 

@@ -1,7 +1,7 @@
 """The reproduction report follows from its files, and its verdicts from its numbers."""
 
-import ast
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from uhop_jax.command_line import load_config
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import claims  # noqa: E402
 import compare_reference  # noqa: E402
+import files  # noqa: E402
+import provenance  # noqa: E402
 import reproduction  # noqa: E402
 import theorems  # noqa: E402
 from theorems import FAILS, HOLDS, PARTLY, UNTESTED  # noqa: E402
@@ -83,7 +83,7 @@ def test_tables_of_the_readme_are_of_the_files(title, kind, level, memories):
     study = "grid" if memories == 500 else "dependent"
     for data in ("mnist", "cifar"):
         where = {"corruption": kind, "level": level, "memories": memories}
-        rows = reproduction.read(f"{study}_{data}")
+        rows = files.rows_of(f"{study}_{data}")
         rows = [r for r in rows if all(r[k] == v for k, v in where.items())]
         means = {name: claims.means(rows, method=name) for name in FIXED}
         best = min(means, key=means.__getitem__)
@@ -131,34 +131,21 @@ def test_a_number_of_the_page_is_that_of_its_file():
     assert float(row[3].split()[0]) == pytest.approx(mean, abs=0.05)
 
 
-@pytest.mark.parametrize("name", reproduction.STUDIES)
+@pytest.mark.parametrize("name", files.STUDIES)
 def test_a_result_file_is_of_the_command_that_is_printed(name):
-    path = reproduction.RESULTS / f"{name}.json"
-    script, config, *flags = shlex.split(reproduction.STUDIES[name].command)
-    module, variant = Path(config.split("=")[1]).name.split(".py:")
-    changes = {}
-    for flag in flags:
-        key, text = flag.removeprefix("--config.").split("=", 1)
-        try:
-            changes[key] = ast.literal_eval(text)
-        except (SyntaxError, ValueError):
-            changes[key] = text
-    asked = json.loads(
-        load_config(module, variant, changes=changes).to_json_best_effort()
-    )
-    assert (ROOT / script).exists()
-    if not path.exists():
-        return
-    text = path.read_text()
-    assert "/tmp" not in text and "dir" not in json.loads(text)["data"]
-    kept = json.loads(text)
-    if not asked.get("stage_one", {}).get("steps"):
-        del kept["stage_one"]["steps"]  # the paper's, filled in by the run
-    for key, value in kept.items():
-        if isinstance(value, dict):
-            assert value == {k: asked[key][k] for k in value}, key
-        else:
-            assert value == asked[key], key
+    asked = files.asked(name)  # a command that its config takes
+    script = shlex.split(files.STUDIES[name].command)[0]
+    assert (ROOT / script).exists() and asked
+    path = files.RESULTS / f"{name}.json"
+    if path.exists():
+        text = path.read_text()
+        assert "/tmp" not in text and "dir" not in json.loads(text)["data"]
+    if files.other_than_asked(name):
+        assert not files.read(name) and f"{name}.csv" not in files_of_the_page()
+
+
+def files_of_the_page():
+    return set(re.findall(r"results/(\w+\.csv)", reproduction.REPORT.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -248,3 +235,58 @@ def test_exact_cases_are_those_of_the_file(check):
         theorems.Finding(**row) for name in names for row in reproduction.read(name)
     ]
     assert check() in kept
+
+
+# -- Provenance ------------------------------------------------------------------------
+
+QUOTED = [n for n in files.KNOWN if (files.RESULTS / f"{n}.csv").exists()]
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_a_result_file_says_what_made_it(name):
+    record = files.made_by(name)
+    assert record, f"{name}.made_by.json is missing"
+    commit = record["commit"] or record["published"]
+    if not provenance.has_history():
+        pytest.skip("not a checkout of the repository: it has no history to look in")
+    assert provenance.is_ancestor(commit), f"HEAD does not have {commit}"
+    if record["commit"]:
+        assert record["command"] and set(record["modules"]) >= {"uhop_jax.separation"}
+
+
+def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    (tmp_path / "uhop_jax").mkdir()
+    found = []
+    for text in (
+        '"""Doc."""\n\n\ndef f(x):\n    """Says."""\n    return x + 1  # so\n',
+        "def f(x):\n    return (x + 1)\n",
+        "def f(x):\n    return x + 2\n",
+    ):
+        (tmp_path / "uhop_jax" / "one.py").write_text(text)
+        provenance.tree_of.cache_clear()
+        provenance.version.cache_clear()
+        found.append(provenance.version("uhop_jax.one"))
+    provenance.tree_of.cache_clear()
+    provenance.version.cache_clear()
+    assert found[0] == found[1] != found[2]
+
+
+def test_files_depend_on_what_their_command_imports():
+    vision, series = map(provenance.modules_of, ("vision", "forecasting"))
+    assert "uhop_jax.models.vision" in vision and "uhop_jax.models.vision" not in series
+    assert "uhop_jax.models.stanhop" in series
+    assert "uhop_jax.models.stanhop" not in vision
+    fair, one = map(provenance.modules_of, ("retrieval", "retrieval, one beta"))
+    assert "uhop_jax.calibration" in fair and "uhop_jax.calibration" not in one
+    assert {"uhop_jax.stage_one", "uhop_jax.experiments"} <= set(one)
+    for module in provenance.INERT | provenance.FAIR_ALONE:
+        assert provenance.path_of(module), f"{module} is no longer there"
+
+
+def test_a_changed_module_makes_a_file_stale():
+    versions = provenance.versions("vision")
+    assert not provenance.why_stale({"modules": versions}, "vision")
+    other = versions | {"uhop_jax.losses": "0" * 12}
+    assert provenance.why_stale({"modules": other}, "vision") == ["uhop_jax.losses"]
+    assert provenance.why_stale({"commit": None}, "vision") == ["not recorded"]
