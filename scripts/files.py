@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import corrections
 import provenance
 import theorems
 from studies import STUDIES
@@ -151,7 +152,7 @@ def run(name: str, data: str) -> None:
         subprocess.run(arguments, cwd=ROOT, check=True)
         keep(name, workdir)
     else:
-        found = theorems.findings() if name == THEOREMS else theorems.corrections()
+        found = (theorems if name == THEOREMS else corrections).findings()
         records.write_csv(RESULTS / f"{name}.csv", [f._asdict() for f in found])
     provenance.write(RESULTS / f"{name}.made_by.json", record)
 

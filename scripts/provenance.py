@@ -26,7 +26,7 @@ ENTRIES = {
     "retrieval, one beta": ("uhop_jax.experiments",),
     "vision": ("uhop_jax.training.vision", "uhop_jax.training.run"),
     "forecasting": ("uhop_jax.training.forecasting", "uhop_jax.training.run"),
-    "statements": ("scripts.theorems",),
+    "statements": ("scripts.theorems", "scripts.corrections"),
 }
 # Modules that change no number, and why.
 INERT = {

@@ -104,12 +104,12 @@ RETRIEVAL = {
     "capacity_mnist_paper": Study(
         f"{RETRIEVE}:capacity {PAPER} --config.runs=5 "
         f"{STEPS}'(1,10,20,50,100,200,500,1000)'",
-        3,
+        4,
     ),
     "capacity_cifar_paper": Study(
         f"{RETRIEVE}:capacity {PAPER} {CIFAR} --config.runs=3 "
         f"{STEPS}'(1,10,100,200,500,1000)'",
-        4,
+        6,
     ),
     "noise_mnist_paper": Study(f"{RETRIEVE}:noise {PAPER} --config.runs=5", 2),
     "noise_cifar_paper": Study(f"{RETRIEVE}:noise {PAPER} {CIFAR} --config.runs=3", 3),
