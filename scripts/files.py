@@ -136,7 +136,8 @@ def run(name: str, data: str) -> None:
 
     What other code or another command has begun is begun anew.
     """
-    command = STUDIES[name].command if name in STUDIES else ""
+    here = f"scripts/reproduction.py --run {name}"
+    command = STUDIES[name].command if name in STUDIES else here
     record = provenance.made_now(kind(name), command)
     if name in STUDIES:
         workdir = WORK / name

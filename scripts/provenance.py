@@ -218,8 +218,10 @@ def made_now(kind: str, command: str) -> dict[str, Any]:
 
 
 def has_history() -> bool:
-    """Whether this directory is a checkout, and not an archive of one."""
-    return (ROOT / ".git").exists()
+    """Whether this is a whole checkout, not an archive or a shallow copy of one."""
+    if not (ROOT / ".git").exists():
+        return False
+    return git("rev-parse", "--is-shallow-repository") == "false"
 
 
 def is_ancestor(commit: str) -> bool:

@@ -17,7 +17,6 @@ import claims  # noqa: E402
 import corrections  # noqa: E402
 import files  # noqa: E402
 import learning_claims  # noqa: E402
-import provenance  # noqa: E402
 import reproduction  # noqa: E402
 import retrieval_claims  # noqa: E402
 import studies  # noqa: E402
@@ -381,58 +380,3 @@ def test_exact_cases_are_those_of_the_file(check):
         theorems.Finding(**row) for name in names for row in reproduction.read(name)
     ]
     assert check() in kept
-
-
-# -- Provenance ------------------------------------------------------------------------
-
-QUOTED = [n for n in files.KNOWN if (files.RESULTS / f"{n}.csv").exists()]
-
-
-@pytest.mark.parametrize("name", QUOTED)
-def test_a_result_file_says_what_made_it(name):
-    record = files.made_by(name)
-    assert record, f"{name}.made_by.json is missing"
-    commit = record["commit"] or record["published"]
-    if not provenance.has_history():
-        pytest.skip("not a checkout of the repository: it has no history to look in")
-    assert provenance.is_ancestor(commit), f"HEAD does not have {commit}"
-    if record["commit"]:
-        assert record["command"] and set(record["modules"]) >= {"uhop_jax.separation"}
-
-
-def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    (tmp_path / "uhop_jax").mkdir()
-    found = []
-    for text in (
-        '"""Doc."""\n\n\ndef f(x):\n    """Says."""\n    return x + 1  # so\n',
-        "def f(x):\n    return (x + 1)\n",
-        "def f(x):\n    return x + 2\n",
-    ):
-        (tmp_path / "uhop_jax" / "one.py").write_text(text)
-        provenance.tree_of.cache_clear()
-        provenance.version.cache_clear()
-        found.append(provenance.version("uhop_jax.one"))
-    provenance.tree_of.cache_clear()
-    provenance.version.cache_clear()
-    assert found[0] == found[1] != found[2]
-
-
-def test_files_depend_on_what_their_command_imports():
-    vision, series = map(provenance.modules_of, ("vision", "forecasting"))
-    assert "uhop_jax.models.vision" in vision and "uhop_jax.models.vision" not in series
-    assert "uhop_jax.models.stanhop" in series
-    assert "uhop_jax.models.stanhop" not in vision
-    fair, one = map(provenance.modules_of, ("retrieval", "retrieval, one beta"))
-    assert "uhop_jax.calibration" in fair and "uhop_jax.calibration" not in one
-    assert {"uhop_jax.stage_one", "uhop_jax.experiments"} <= set(one)
-    for module in provenance.INERT | provenance.FAIR_ALONE:
-        assert provenance.path_of(module), f"{module} is no longer there"
-
-
-def test_a_changed_module_makes_a_file_stale():
-    versions = provenance.versions("vision")
-    assert not provenance.why_stale({"modules": versions}, "vision")
-    other = versions | {"uhop_jax.losses": "0" * 12}
-    assert provenance.why_stale({"modules": other}, "vision") == ["uhop_jax.losses"]
-    assert provenance.why_stale({"commit": None}, "vision") == ["not recorded"]
