@@ -98,7 +98,7 @@ RETRIEVAL = {
         f"{RETRIEVE}:noise {REFERENCE} --config.runs=10 {STEPS}'(100,800)'", 4
     ),
     "reference_noise_cifar": Study(
-        f"{RETRIEVE}:noise {REFERENCE} {CIFAR} --config.runs=3 {STEPS}'(200,800)'", 5
+        f"{RETRIEVE}:noise {REFERENCE} {CIFAR} --config.runs=5 {STEPS}'(200,800)'", 6
     ),
     # The paper's text.
     "capacity_mnist_paper": Study(
@@ -107,12 +107,12 @@ RETRIEVAL = {
         4,
     ),
     "capacity_cifar_paper": Study(
-        f"{RETRIEVE}:capacity {PAPER} {CIFAR} --config.runs=3 "
+        f"{RETRIEVE}:capacity {PAPER} {CIFAR} --config.runs=4 "
         f"{STEPS}'(1,10,100,200,500,1000)'",
-        6,
+        7,
     ),
-    "noise_mnist_paper": Study(f"{RETRIEVE}:noise {PAPER} --config.runs=5", 2),
-    "noise_cifar_paper": Study(f"{RETRIEVE}:noise {PAPER} {CIFAR} --config.runs=3", 3),
+    "noise_mnist_paper": Study(f"{RETRIEVE}:noise {PAPER} --config.runs=5", 1),
+    "noise_cifar_paper": Study(f"{RETRIEVE}:noise {PAPER} {CIFAR} --config.runs=5", 3),
     "stage_one_mnist_paper": Study(f"{RETRIEVE}:stage_one {PAPER} --config.runs=10", 1),
     "stage_one_cifar_paper": Study(
         f"{RETRIEVE}:stage_one {PAPER} {CIFAR} --config.runs=4", 2
@@ -128,12 +128,12 @@ RETRIEVAL = {
     "losses_mnist_rates": Study(
         f"{RETRIEVE}:losses {PAPER} {LOSSES} {RATES} {STEPS}'(10,50,200)' "
         "--config.runs=10",
-        3,
+        1,
     ),
     "losses_cifar_rates": Study(
         f"{RETRIEVE}:losses {PAPER} {LOSSES} {RATES} {CIFAR} {STEPS}'(10,200)' "
         "--config.runs=6",
-        6,
+        3,
     ),
     "scatter_mnist_paper": Study(f"{RETRIEVE}:scatter {PAPER}", 1),
     "scatter_cifar_paper": Study(f"{RETRIEVE}:scatter {PAPER} {CIFAR}", 4),
@@ -151,13 +151,13 @@ RETRIEVAL = {
     "capacity_cifar_fair": Study(
         f"{RETRIEVE}:capacity {PAIRS} {PLAIN} {CIFAR} --config.runs=3 "
         f"{STEPS}'(1,10,50,150)' --config.every_setting=True",
-        4,
+        2,
     ),
     "noise_mnist_fair": Study(
-        f"{RETRIEVE}:noise {COMPARED} {PLAIN} {NOISE} --config.runs=10", 3
+        f"{RETRIEVE}:noise {COMPARED} {PLAIN} {NOISE} --config.runs=10", 2
     ),
     "noise_cifar_fair": Study(
-        f"{RETRIEVE}:noise {COMPARED} {PLAIN} {NOISE} {CIFAR} --config.runs=4", 8
+        f"{RETRIEVE}:noise {COMPARED} {PLAIN} {NOISE} {CIFAR} --config.runs=5", 9
     ),
     "stage_one_mnist_fair": Study(f"{RETRIEVE}:stage_one {PLAIN} --config.runs=10", 1),
     "stage_one_cifar_fair": Study(
