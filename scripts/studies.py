@@ -8,137 +8,218 @@ class Study(NamedTuple):
 
     Attributes:
       command: as a user types it, without a directory.
-      cost: on 2 CPU cores.
+      minutes: that it takes on 2 CPU cores.
     """
 
     command: str
-    cost: str
+    minutes: float
+
+    @property
+    def cost(self) -> str:
+        """In words."""
+        if self.minutes < 1:
+            return f"{60 * self.minutes:.0f} seconds"
+        return f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
 
 
-FAIR = (
-    '--config.methods=\'("MHM","Sparse MHM","l2","l1","cosine","random W","U-Hop",'
-    '"U-Hop sparse","limit")\' --config.images=0'
-)
 RETRIEVE = "retrieve.py --config=configs/retrieval.py"
-SMALL = "--config.data.name=digits --config.images=0"
-PAPER = "--config.protocol=paper --config.images=0"
+VISION = "train.py --config=configs/vision.py"
+SERIES = "train.py --config=configs/time_series.py"
 CIFAR = "--config.data.name=cifar10"
-NOISE = "--config.corruption.levels.noise='(0.1,0.5,1.0)' "
-NOISE += "--config.corruption.levels.norm_noise='(0.1,0.5,1.0)'"
-FIXED = (
-    '--config.methods=\'("MHM","cosine","centred cosine","l2","squared l2","l1",'
-    '"calibrated","limit")\''
+PLAIN = "--config.images=0"
+PAPER = f"--config.protocol=paper {PLAIN}"
+REFERENCE = "--config.protocol=reference"
+STEPS = "--config.stage_one.steps="
+
+
+def _methods(*names: str) -> str:
+    listed = ",".join(f'"{name}"' for name in names)
+    return f"--config.methods='({listed},)'"
+
+
+def _arms(*names: str) -> str:
+    listed = ",".join(f'"{name}"' for name in names)
+    return f"--config.arms='({listed},)'"
+
+
+# Models of the paper, the fixed similarities that it leaves out, and the limit.
+COMPARED = _methods(
+    "MHM",
+    "Sparse MHM",
+    "DAM 10",
+    "l2",
+    "squared l2",
+    "l1",
+    "cosine",
+    "centred cosine",
+    "two-sided centred cosine",
+    "random W",
+    "U-Hop",
+    "U-Hop sparse",
+    "limit",
 )
+FIXED = _methods(
+    "MHM",
+    "cosine",
+    "centred cosine",
+    "two-sided centred cosine",
+    "l2",
+    "squared l2",
+    "l1",
+    "calibrated",
+    "limit",
+)
+PAIRS = _methods("MHM", "Sparse MHM", "U-Hop", "U-Hop sparse")
+BOTH = _methods("U-Hop", "U-Hop max")
+LOSSES = f"{BOTH} --config.memories='(10,50,100,200)'"
+RATES = "--config.stage_one.rates='(0.1,1.0,10.0,100.0)'"
 DEPENDENT = (
     "--config.memories='(100,)' "
     '--config.corruption.kinds=\'("block","blur","shift")\''
 )
-LOSSES = (
-    "--config.methods='(\"U-Hop\",\"U-Hop max\")' --config.memories='(10,50,100,200)' "
-    "--config.stage_one.steps='(1,10,50,200)'"
-)
-REFERENCE = "--config.protocol=reference"
+LEVELS = "(0.1,0.3,0.5,0.7,1.0,2.0)"
+NOISE = f"--config.corruption.levels.noise='{LEVELS}' "
+NOISE += f"--config.corruption.levels.norm_noise='{LEVELS}'"
+ALPHAS = "--config.alphas='(1.0,1.5,2.0)'"
 
-STUDIES = {
-    "capacity_mnist_paper": Study(
-        f"{RETRIEVE}:capacity {PAPER} --config.memories='(10,100,200)' --config.runs=5 "
-        "--config.stage_one.steps='(1,10,100,200)'",
-        "1 minute",
-    ),
-    "capacity_mnist_fair": Study(
-        f"{RETRIEVE}:capacity {FAIR} --config.memories='(10,100)' --config.runs=5 "
-        "--config.stage_one.steps='(1,10,30,100)' --config.every_setting=True",
-        "1 minute",
-    ),
-    "capacity_cifar_paper": Study(
-        f"{RETRIEVE}:capacity {PAPER} {CIFAR} --config.memories='(10,100)' "
-        "--config.runs=3 --config.stage_one.steps='(1,10,100,500)'",
-        "2 minutes",
-    ),
-    "capacity_cifar_fair": Study(
-        f"{RETRIEVE}:capacity {FAIR} {CIFAR} --config.memories='(100,)' "
-        "--config.runs=3 --config.stage_one.steps='(1,10,50,150)' "
-        "--config.every_setting=True",
-        "2 minutes",
-    ),
-    "capacity_mnist_full": Study(f"{RETRIEVE}:capacity", "5 minutes"),
-    "capacity_cifar_full": Study(f"{RETRIEVE}:capacity {CIFAR}", "18 minutes"),
+RETRIEVAL = {
+    # The released code.
     "reference_mnist": Study(
         f"{RETRIEVE}:capacity {REFERENCE} --config.runs=10 "
-        "--config.stage_one.steps='(1,10,100,200,500,1000)'",
-        "3 minutes",
+        f"{STEPS}'(1,10,100,200,500,1000)'",
+        3,
     ),
     "reference_cifar": Study(
         f"{RETRIEVE}:capacity {REFERENCE} {CIFAR} --config.runs=4 "
-        "--config.stage_one.steps='(1,10,100,500,1000)'",
-        "3 minutes",
+        f"{STEPS}'(1,10,100,500,1000)'",
+        3,
     ),
     "reference_noise_mnist": Study(
-        f"{RETRIEVE}:noise {REFERENCE} --config.runs=10", "3 minutes"
+        f"{RETRIEVE}:noise {REFERENCE} --config.runs=10 {STEPS}'(100,800)'", 4
     ),
     "reference_noise_cifar": Study(
-        f"{RETRIEVE}:noise {REFERENCE} {CIFAR} --config.runs=3", "3 minutes"
+        f"{RETRIEVE}:noise {REFERENCE} {CIFAR} --config.runs=5 {STEPS}'(200,800)'", 6
     ),
-    "noise_mnist_fair": Study(
-        f"{RETRIEVE}:noise {FAIR} {NOISE} --config.runs=5", "2 minutes"
+    # The paper's text.
+    "capacity_mnist_paper": Study(
+        f"{RETRIEVE}:capacity {PAPER} --config.runs=5 "
+        f"{STEPS}'(1,10,20,50,100,200,500,1000)'",
+        4,
     ),
-    "grid_mnist": Study(f"{RETRIEVE}:grid {FIXED}", "5 minutes"),
-    "grid_cifar": Study(f"{RETRIEVE}:grid {FIXED} {CIFAR}", "12 minutes"),
-    "dependent_mnist": Study(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", "1 minute"),
-    "dependent_cifar": Study(
-        f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", "2 minutes"
+    "capacity_cifar_paper": Study(
+        f"{RETRIEVE}:capacity {PAPER} {CIFAR} --config.runs=4 "
+        f"{STEPS}'(1,10,100,200,500,1000)'",
+        7,
     ),
-    "stage_one_digits_paper": Study(
-        f"{RETRIEVE}:stage_one {SMALL} --config.protocol=paper --config.runs=10",
-        "15 seconds",
-    ),
-    "stage_one_digits_fair": Study(
-        f"{RETRIEVE}:stage_one {SMALL} --config.protocol=fair --config.runs=10",
-        "20 seconds",
+    "noise_mnist_paper": Study(f"{RETRIEVE}:noise {PAPER} --config.runs=5", 1),
+    "noise_cifar_paper": Study(f"{RETRIEVE}:noise {PAPER} {CIFAR} --config.runs=5", 3),
+    "stage_one_mnist_paper": Study(f"{RETRIEVE}:stage_one {PAPER} --config.runs=10", 1),
+    "stage_one_cifar_paper": Study(
+        f"{RETRIEVE}:stage_one {PAPER} {CIFAR} --config.runs=4", 2
     ),
     "losses_mnist_paper": Study(
-        f"{RETRIEVE}:losses {PAPER} {LOSSES} --config.runs=5", "1 minute"
+        f"{RETRIEVE}:losses {PAPER} {LOSSES} {STEPS}'(1,10,50,200)' --config.runs=6", 1
     ),
     "losses_cifar_paper": Study(
-        f"{RETRIEVE}:losses {PAPER} {LOSSES} {CIFAR} --config.runs=3", "3 minutes"
+        f"{RETRIEVE}:losses {PAPER} {LOSSES} {CIFAR} {STEPS}'(1,10,50,200)' "
+        "--config.runs=4",
+        3,
     ),
-    "scatter_digits_paper": Study(
-        f"{RETRIEVE}:scatter {SMALL} --config.protocol=paper", "30 seconds"
+    "losses_mnist_rates": Study(
+        f"{RETRIEVE}:losses {PAPER} {LOSSES} {RATES} {STEPS}'(10,50,200)' "
+        "--config.runs=10",
+        1,
     ),
-    "scatter_digits_fair": Study(f"{RETRIEVE}:scatter {SMALL}", "30 seconds"),
-    "metastability_digits": Study(
-        f"{RETRIEVE}:metastability {SMALL} --config.alphas='(1.0,1.5,2.0)'",
-        "30 seconds",
+    "losses_cifar_rates": Study(
+        f"{RETRIEVE}:losses {PAPER} {LOSSES} {RATES} {CIFAR} {STEPS}'(10,200)' "
+        "--config.runs=6",
+        3,
     ),
-    "cifar_paper": Study(
-        "train.py --config=configs/vision.py:cifar10 --config.seeds='(0,1,2)' "
-        "--config.stage_one.epochs=50 "
-        '--config.arms=\'("MHM","MHM + U-Hop")\'',
-        "20 minutes",
+    "scatter_mnist_paper": Study(f"{RETRIEVE}:scatter {PAPER}", 1),
+    "scatter_cifar_paper": Study(f"{RETRIEVE}:scatter {PAPER} {CIFAR}", 4),
+    "metastability_mnist_paper": Study(
+        f"{RETRIEVE}:metastability {PAPER} {ALPHAS} {STEPS}'(100,)'", 1
     ),
-    "cifar_controls": Study(
-        "train.py --config=configs/vision.py:cifar10 --config.seeds='(0,1,2)' "
-        "--config.stage_one.epochs=50 --config.arms="
-        '\'("MHM + untrained kernel","MHM + kernel by task","MHM, matched size")\'',
-        "30 minutes",
+    # Every method at its own best.
+    "capacity_mnist_full": Study(f"{RETRIEVE}:capacity", 5),
+    "capacity_cifar_full": Study(f"{RETRIEVE}:capacity {CIFAR}", 18),
+    "capacity_mnist_fair": Study(
+        f"{RETRIEVE}:capacity {PAIRS} {PLAIN} --config.runs=5 {STEPS}'(1,10,30,100)' "
+        "--config.every_setting=True",
+        1,
     ),
-    "cifar100_paper": Study(
-        "train.py --config=configs/vision.py:cifar100 --config.seeds='(0,1)' "
-        '--config.arms=\'("MHM","MHM + U-Hop")\'',
-        "15 minutes",
+    "capacity_cifar_fair": Study(
+        f"{RETRIEVE}:capacity {PAIRS} {PLAIN} {CIFAR} --config.runs=3 "
+        f"{STEPS}'(1,10,50,150)' --config.every_setting=True",
+        2,
+    ),
+    "noise_mnist_fair": Study(
+        f"{RETRIEVE}:noise {COMPARED} {PLAIN} {NOISE} --config.runs=10", 2
+    ),
+    "noise_cifar_fair": Study(
+        f"{RETRIEVE}:noise {COMPARED} {PLAIN} {NOISE} {CIFAR} --config.runs=5", 9
+    ),
+    "stage_one_mnist_fair": Study(f"{RETRIEVE}:stage_one {PLAIN} --config.runs=10", 1),
+    "stage_one_cifar_fair": Study(
+        f"{RETRIEVE}:stage_one {PLAIN} {CIFAR} --config.runs=4", 2
+    ),
+    "scatter_mnist_fair": Study(f"{RETRIEVE}:scatter {PLAIN}", 1),
+    "scatter_cifar_fair": Study(f"{RETRIEVE}:scatter {PLAIN} {CIFAR}", 4),
+    "metastability_mnist": Study(f"{RETRIEVE}:metastability {PLAIN} {ALPHAS}", 1),
+    "metastability_cifar": Study(
+        f"{RETRIEVE}:metastability {PLAIN} {ALPHAS} {CIFAR}", 2
+    ),
+    # The tables of the README.
+    "grid_mnist": Study(f"{RETRIEVE}:grid {FIXED}", 5),
+    "grid_cifar": Study(f"{RETRIEVE}:grid {FIXED} {CIFAR}", 12),
+    "dependent_mnist": Study(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", 1),
+    "dependent_cifar": Study(f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", 2),
+}
+
+CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
+RELEASED = "MHM + U-Hop, reference"
+BILEVEL = ("MHM", "MHM + U-Hop", "Sparse MHM", "Sparse MHM + U-Hop")
+TABLE = _arms(*BILEVEL, RELEASED, f"{RELEASED}, no Stage I", *CONTROLS)
+SEEDS = "--config.seeds='(0,1,2)' --config.stage_one.epochs=50"
+
+LEARNING = {
+    # The text to the letter: a linear map after the one memory.
+    "cifar_paper": Study(f"{VISION}:cifar10 {SEEDS} {_arms('MHM', 'MHM + U-Hop')}", 20),
+    "cifar_controls": Study(f"{VISION}:cifar10 {SEEDS} {_arms(*CONTROLS)}", 30),
+    # The released architecture.
+    "vision_reference": Study(
+        f"{VISION}:cifar10 --config.seeds='(0,1,2,3,4)' --config.sizes='(1000,5000)' "
+        f"--config.stage_one.epochs=50 {_arms('MHM', RELEASED)}",
+        10,
+    ),
+    "cifar10_table": Study(f"{VISION}:cifar10 {SEEDS} {TABLE}", 90),
+    "cifar100_table": Study(f"{VISION}:cifar100 {SEEDS} {TABLE}", 90),
+    "tiny20": Study(
+        f"{VISION}:tiny_imagenet --config.seeds='(0,1,2)' {_arms(*BILEVEL, RELEASED)}",
+        60,
+    ),
+    "expressiveness_cifar10": Study(
+        f"{VISION}:expressiveness --config.seeds='(0,1)' "
+        f"{_arms('MHM', 'MHM + U-Hop', RELEASED)}",
+        60,
+    ),
+    "expressiveness_cifar100": Study(
+        f"{VISION}:expressiveness --config.data.name=cifar100 --config.seeds='(0,1)' "
+        f"{_arms('MHM', 'MHM + U-Hop', RELEASED)}",
+        60,
     ),
     "patches": Study(
-        "train.py --config=configs/vision.py:patches --config.seeds='(0,1,2)' "
-        "--config.sizes='(5000,)' --config.patches='(8,)' --config.train.epochs=10 "
-        "--config.model.depth=2 "
-        '--config.arms=\'("MHM","MHM + U-Hop","MHM + untrained kernel",'
-        '"MHM + kernel by task","MHM, matched size","Sparse MHM","Sparse MHM + U-Hop",'
-        '"entmax","entmax + U-Hop")\'',
-        "30 minutes",
+        f"{VISION}:patches --config.seeds='(0,1,2)' --config.sizes='(5000,)' "
+        "--config.patches='(8,)' --config.train.epochs=10 --config.model.depth=2 "
+        + _arms(*BILEVEL[:2], *CONTROLS, *BILEVEL[2:], "entmax", "entmax + U-Hop"),
+        30,
     ),
     "etth1": Study(
-        "train.py --config=configs/time_series.py:etth1 --config.train.epochs=10 "
-        '--config.train.patience=3 --config.arms=\'("GSH","GSH + U-Hop")\'',
-        "40 minutes",
+        f"{SERIES}:etth1 --config.seeds='(0,1)' --config.horizon='(96,192,336,720)' "
+        "--config.train.epochs=10 --config.train.patience=3 "
+        + _arms("GSH", "GSH + U-Hop"),
+        240,
     ),
 }
+
+STUDIES = RETRIEVAL | LEARNING

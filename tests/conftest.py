@@ -235,3 +235,15 @@ def pytest_collection_modifyitems(items):
         name, _, case = item.name.partition("[")
         if is_combination(name, case.rstrip("]")):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says how many result files are of other code than stands here."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import files
+
+    if stale := files.stale():
+        terminalreporter.write_line(
+            f"{len(stale)} result files are of other code or commands than stand here: "
+            "python scripts/reproduction.py --stale"
+        )

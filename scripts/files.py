@@ -1,0 +1,170 @@
+"""The result files of studies: how they are read, made, and told from stale ones."""
+
+import ast
+import csv
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import corrections
+import provenance
+import theorems
+from studies import STUDIES
+
+from uhop_jax import records
+from uhop_jax.command_line import load_config
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+WORK = ROOT / "results" / "reproduction"
+THEOREMS, CORRECTED = "theorems", "corrected"  # computed here, not by a study
+KNOWN = (*STUDIES, THEOREMS, CORRECTED)
+LARGEST = 400_000  # bytes of a figure that is kept
+AFFORDABLE = 30  # minutes of a study that is run without being named
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The rows of a result file, numbers as numbers.
+
+    There are none if the file is missing, or is of another command than the study's.
+    """
+    return [] if other_than_asked(name) else rows_of(name)
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows of a result file, of whatever command it is."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{k: _value(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+# -- Commands --------------------------------------------------------------------------
+
+
+def asked(name: str) -> dict[str, Any]:
+    """The config of a study's command."""
+    _, config, *flags = shlex.split(STUDIES[name].command)
+    module, variant = Path(config.split("=")[1]).name.split(".py:")
+    changes = {}
+    for flag in flags:
+        key, text = flag.removeprefix("--config.").split("=", 1)
+        try:
+            changes[key] = ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            changes[key] = text
+    found = load_config(module, variant, changes=changes)
+    return json.loads(found.to_json_best_effort())
+
+
+def other_than_asked(name: str) -> list[str]:
+    """Keys of the config kept with a file that the command of its study sets otherwise.
+
+    Keys newer than the file count for nothing: their defaults are what it was made by.
+    """
+    path = RESULTS / f"{name}.json"
+    if name not in STUDIES or not path.exists():
+        return []
+    kept, wanted = json.loads(path.read_text()), asked(name)
+    if not wanted.get("stage_one", {}).get("steps"):
+        kept["stage_one"].pop("steps")  # the paper's, filled in by the run
+    differing = []
+    for key, value in kept.items():
+        if isinstance(value, dict):
+            differing += [f"{key}.{k}" for k in value if value[k] != wanted[key].get(k)]
+        elif value != wanted[key]:
+            differing.append(key)
+    return differing
+
+
+# -- Provenance ------------------------------------------------------------------------
+
+
+def kind(name: str) -> str:
+    """The kind of a study, which decides what modules it depends on."""
+    return (
+        provenance.kind_of(STUDIES[name].command) if name in STUDIES else "statements"
+    )
+
+
+def made_by(name: str) -> dict[str, Any]:
+    """What made a result file."""
+    return provenance.read(RESULTS / f"{name}.made_by.json")
+
+
+def stale() -> dict[str, list[str]]:
+    """Result files that are not of the code and the commands as they stand, and why."""
+    found = {}
+    for name in KNOWN:
+        if (RESULTS / f"{name}.csv").exists():
+            reasons = [f"config.{key}" for key in other_than_asked(name)]
+            reasons += provenance.why_stale(made_by(name), kind(name))
+            if reasons:
+                found[name] = reasons
+    return found
+
+
+def missing() -> list[str]:
+    """Studies without a result file."""
+    return [name for name in KNOWN if not (RESULTS / f"{name}.csv").exists()]
+
+
+def affordable(name: str) -> bool:
+    """Whether a study is run without being named."""
+    return name not in STUDIES or STUDIES[name].minutes <= AFFORDABLE
+
+
+# -- Runs ------------------------------------------------------------------------------
+
+
+def run(name: str, data: str) -> None:
+    """Runs a study, or goes on with it, and keeps its results.
+
+    What other code or another command has begun is begun anew.
+    """
+    here = f"scripts/reproduction.py --run {name}"
+    command = STUDIES[name].command if name in STUDIES else here
+    record = provenance.made_now(kind(name), command)
+    if name in STUDIES:
+        workdir = WORK / name
+        begun = provenance.read(workdir / "made_by.json")
+        same = [begun.get(k) == record[k] for k in ("modules", "command")]
+        if workdir.exists() and not all(same):
+            print(f"{name}: begun by other code or another command, begins anew")
+            shutil.rmtree(workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        provenance.write(workdir / "made_by.json", record)
+        flags = [f"--workdir={workdir}"] + [f"--config.data.dir={data}"] * bool(data)
+        arguments = [sys.executable, *shlex.split(command), *flags]
+        subprocess.run(arguments, cwd=ROOT, check=True)
+        keep(name, workdir)
+    else:
+        found = (theorems if name == THEOREMS else corrections).findings()
+        records.write_csv(RESULTS / f"{name}.csv", [f._asdict() for f in found])
+    provenance.write(RESULTS / f"{name}.made_by.json", record)
+
+
+def keep(name: str, workdir: Path) -> None:
+    """Copies what a study has left, without the directories of this machine."""
+    RESULTS.mkdir(exist_ok=True)
+    shutil.copy(workdir / "results.csv", RESULTS / f"{name}.csv")
+    config = json.loads((workdir / "config.json").read_text())
+    config["data"].pop("dir", None)
+    (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
+    figure = workdir / "figure.png"
+    if figure.exists() and figure.stat().st_size < LARGEST:
+        shutil.copy(figure, RESULTS / f"{name}.png")

@@ -1,0 +1,461 @@
+"""Claims about retrieval, judged by paired comparisons over memory sets.
+
+Every number of steps N is the paper's (`STEPS`), but in the fair protocol, which
+chooses N with beta on other memories: nothing is chosen on the sets that are scored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from claims import Judged, Results, Rows, spread
+from scipy import stats
+from verdicts import (
+    AGAINST,
+    FOR,
+    LEAST,
+    NOT_AS_STATED,
+    OPEN,
+    Difference,
+    Tally,
+    difference,
+    of_columns,
+    of_value,
+)
+
+from uhop_jax import paper, records
+
+CELL = ("data", "memories", "corruption", "level")
+HOPFIELD = ("MHM", "Sparse MHM")
+BASELINES = (*HOPFIELD, "DAM 10", "l2", "l1")  # of the paper
+AS_RELEASED = (*HOPFIELD, "DAM 10", "l2, released sign", "l1, released sign")
+REPAIRED = (*HOPFIELD, "DAM 10, normalised", "l2", "l1")
+# Numbers of steps of the paper's figures, and of the released noise script.
+STEPS = {("mask", "mnist"): 100, ("mask", "cifar10"): 500}
+STEPS |= {("noise", "mnist"): 100, ("noise", "cifar10"): 200}
+ROUNDED = 0.05  # margins that round to the one stated
+RELEASED_NOISE = 800  # noise_max_loss.sh
+# An error that is small beside that of always answering with the mean of the memories.
+NEAR = {"mnist": 52 / 50, "cifar10": 187 / 50}
+
+Sample = Mapping[int, float]  # by memory set
+Cell = Mapping[tuple[str, str], Sample]  # by method and setting
+
+
+def is_ours(method: str) -> bool:
+    """Whether a similarity is one that the paper leaves out: those need no training."""
+    return "cosine" in method or "squared l2" in method or method == "random W"
+
+
+def cells_of(rows: Rows, value: str = "error") -> dict[tuple, dict]:
+    """Samples by cell, then by method and setting, then by memory set."""
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        cell = found.setdefault(tuple(row[key] for key in CELL), {})
+        sample = cell.setdefault((row["method"], row["setting"]), {})
+        sample[row["run"]] = row[value]
+    return found
+
+
+def protocols(results: Results) -> dict[str, list]:
+    """All rows by protocol."""
+    rows = [row for found in results.values() for row in found]
+    return {
+        name: ours for (name,), ours in records.grouped(rows, ("protocol",)).items()
+    }
+
+
+def steps_of(where: tuple, *, released: bool = False) -> int:
+    """The paper's N in a cell, or that of the released script."""
+    data, _, kind, _ = where
+    task = "mask" if kind == "mask" else "noise"
+    return RELEASED_NOISE if released and task == "noise" else STEPS[task, data]
+
+
+def uhop_of(protocol: str, where: tuple, cell: Cell, kind: str = "") -> tuple[str, str]:
+    """Method and setting of the paper's model in a cell.
+
+    Args:
+      protocol: of the rows.
+      where: the cell.
+      cell: its samples.
+      kind: `" sparse"` or nothing.
+    """
+    if protocol == "fair":
+        return next(key for key in cell if key[0] == f"U-Hop{kind}")
+    released = protocol == "reference"
+    name = f"U-Hop max{kind}" if released else f"U-Hop{kind}"
+    return name, f"N={steps_of(where, released=released)}"
+
+
+def mean(sample: Sample) -> float:
+    """Over memory sets."""
+    return float(np.mean(list(sample.values())))
+
+
+def place(where: tuple) -> str:
+    """A cell in words."""
+    data, memories, kind, level = where
+    return f"{data}, M = {memories}, {kind} {level:g}"
+
+
+# -- Least error -----------------------------------------------------------------------
+
+
+def compare(
+    rows: Rows, protocol: str, rivals: Callable[[str], bool]
+) -> tuple[Tally, str]:
+    """U-Hop beside the best of its rivals, cell by cell, and in words."""
+    tally, lower, worst = Tally(), 0, (-np.inf, "")
+    for where, cell in cells_of(rows).items():
+        others = [key for key in cell if rivals(key[0])]
+        if not others:
+            continue
+        key = uhop_of(protocol, where, cell)
+        rival = min(others, key=lambda other: mean(cell[other]))
+        change = difference(cell[key], cell[rival])
+        tally = tally.with_cell(change, winnable=mean(cell[rival]) > LEAST)
+        lower += mean(cell[key]) <= max(mean(cell[rival]), LEAST)
+        if change.mean > worst[0]:
+            text = f"{place(where)}: U-Hop {mean(cell[key]):.3g}, {rival[0]} "
+            text += f"{mean(cell[rival]):.3g}, difference {change}"
+            worst = (change.mean, text)
+    text = f"{tally} of {tally.total}, by the mean alone least in {lower}"
+    return tally, f"{text} (least favourable: {worst[1]})"
+
+
+def least_error(results: Results) -> Judged:
+    """Cells in which U-Hop has the least error, against the paper's baselines."""
+    texts, says = {}, []
+    for protocol, rows in protocols(results).items():
+        sets = {"baselines of the paper": BASELINES}
+        if protocol == "reference":
+            sets = {"baselines as released": AS_RELEASED, "repaired": REPAIRED}
+        parts = []
+        for name, rivals in sets.items():
+            tally, text = compare(rows, protocol, lambda m, r=rivals: m in r)
+            parts.append(f"{name}: {text}")
+            says.append(tally.says)
+        beside, _ = compare(rows, protocol, is_ours)
+        if beside.total:
+            which = (
+                "random W" if protocol != "fair" else "cosines, squared l2, random W"
+            )
+            parts.append(f"beside those, {which}: {beside} of {beside.total}")
+        texts[protocol] = "; ".join(parts)
+    return Judged(**texts, verdict=of_columns(says))
+
+
+# -- One step --------------------------------------------------------------------------
+
+
+def single_step(results: Results) -> Judged:
+    """The margin after one step of Stage I: over MHM, and on average over all."""
+    texts, says = {}, []
+    for protocol, rows in protocols(results).items():
+        names = ("U-Hop", "U-Hop max") if protocol == "reference" else ("U-Hop",)
+        others = AS_RELEASED if protocol == "reference" else BASELINES
+        parts, gives = [], []
+        for name in names:
+            for over in (("MHM",), others):
+                found = _margins(rows, name, over)
+                if found and (protocol != "fair" or len(over) == 1):
+                    what = "MHM" if len(over) == 1 else "the five baselines"
+                    shown = ", ".join(f"{d} {100 * x:.0f}" for d, x in found.items())
+                    average = float(np.mean(list(found.values())))
+                    parts.append(
+                        f"{name} over {what} {100 * average:.0f} % on average ({shown})"
+                    )
+                    gives.append(average >= paper.RETRIEVAL_MARGIN - ROUNDED)
+        if parts:
+            texts[protocol] = "; ".join(parts)
+            says.append(FOR if all(gives) else OPEN if any(gives) else AGAINST)
+    none = says and max(says) == AGAINST
+    return Judged(**texts, verdict=NOT_AS_STATED if none else of_columns(says))
+
+
+def _margins(rows: Rows, name: str, over: tuple[str, ...]) -> dict[str, float]:
+    """By what part the error at N = 1 is less than that of others, by data set.
+
+    The mean over the others of margins in the total error of all memory sizes: in that
+    of each size, those of nearly no error would outweigh all.
+    """
+    found = {}
+    for (data,), ours in records.grouped(rows, ("data",)).items():
+        cells = [c for c in cells_of(ours).values() if (name, "N=1") in c]
+        margins = []
+        for other in over:
+            if cells and all((other, "") in cell for cell in cells):
+                less = sum(mean(cell[name, "N=1"]) for cell in cells)
+                margins.append(1 - less / sum(mean(cell[other, ""]) for cell in cells))
+        if margins:
+            found[data] = float(np.mean(margins))
+    return found
+
+
+# -- Near the optimum ------------------------------------------------------------------
+
+
+def near_optimum(results: Results) -> Judged:
+    """In what share of cells the paper's model is near the posterior mean."""
+    texts, says = {}, []
+    for protocol, rows in protocols(results).items():
+        near, worst, cells = 0, (-np.inf, ""), cells_of(rows)
+        for where, cell in cells.items():
+            found = mean(cell[uhop_of(protocol, where, cell)])
+            limit = mean(cell["limit", ""]) if protocol == "fair" else 0.0
+            near += found <= max(1.5 * limit, NEAR[where[0]])
+            if found / NEAR[where[0]] > worst[0]:
+                worst = (found / NEAR[where[0]], f"{place(where)}: {found:.3g}")
+        texts[protocol] = f"{near} of {len(cells)} cells; farthest {worst[1]}"
+        says.append(of_value(near / len(cells), 0.9, 0.5))
+    return Judged(**texts, verdict=of_columns(says))
+
+
+# -- Loss and error --------------------------------------------------------------------
+
+
+def correlation(results: Results) -> Judged:
+    """The rank correlation of separation loss and error."""
+    texts, says = {}, []
+    for protocol, rows in protocols(results).items():
+        down = [row for row in rows if row["rate"] > 0]
+        rho = {
+            len(ours): float(
+                stats.spearmanr(
+                    [row["loss"] for row in ours], [row["error"] for row in ours]
+                ).statistic
+            )
+            for ours in (down, rows)
+        }
+        text = f"{rho[len(rows)]:.2f} over {len(rows)} runs"
+        if len(down) < len(rows):
+            text += f", {rho[len(down)]:.2f} over the {len(down)} that descend"
+        texts[protocol] = text
+        says.append(of_value(rho[len(rows)], 0.7, 0.3))
+    return Judged(**texts, verdict=of_columns(says))
+
+
+# -- Against N -------------------------------------------------------------------------
+
+
+def by_steps(rows: Rows, method: str, value: str) -> dict[int, Sample]:
+    """Samples of a method at M = 100 by N."""
+    found: dict[int, dict] = {}
+    for row in rows:
+        if row["method"] == method and row["memories"] == 100:
+            sample = found.setdefault(int(row["setting"][2:]), {})
+            sample[row["run"]] = row[value]
+    return dict(sorted(found.items()))
+
+
+def _curves(
+    results: Results, value: str = "error"
+) -> Iterator[tuple[str, str, dict[int, Sample], int]]:
+    """Protocol, data, samples by N, and the paper's N."""
+    for protocol, rows in protocols(results).items():
+        for (data,), ours in records.grouped(rows, ("data",)).items():
+            method = "U-Hop max" if protocol == "reference" else "U-Hop"
+            yield protocol, data, by_steps(ours, method, value), STEPS["mask", data]
+
+
+def decay(results: Results) -> Judged:
+    """The error at the paper's N beside that of the least N."""
+    texts, says = {}, []
+    for protocol, _, found, number in _curves(results):
+        first, last = min(found), max(found)
+        least = min(found, key=lambda n: mean(found[n]))
+        shown = sorted({first, number, least, last})
+        parts = [f"N = {n}: {spread(list(found[n].values()))}" for n in shown]
+        change = difference(found[number], found[first])
+        parts.append(f"from N = {first} to {number} {change}")
+        texts[protocol] = "; ".join(parts)
+        fell = change.sign < 0
+        halved = fell and mean(found[number]) <= mean(found[first]) / 2
+        says.append(FOR if halved else OPEN if fell else AGAINST)
+    return Judged(**texts, verdict=of_columns(says))
+
+
+def wider(results: Results) -> Judged:
+    """The smallest separation before Stage I and after the paper's N."""
+    texts: dict[str, list[str]] = {}
+    says = []
+    for protocol, data, found, number in _curves(results, "delta_min"):
+        pairs = [found[number][run] - found[min(found)][run] for run in found[number]]
+        sure = len(pairs) > 1 and stats.ttest_1samp(pairs, 0).pvalue <= 0.05
+        before, after = (spread(list(found[n].values())) for n in (min(found), number))
+        texts.setdefault(protocol, []).append(
+            f"{data}: {before} at N = {min(found)}, {after} at N = {number}"
+        )
+        up = np.mean(pairs) > 0
+        says.append(OPEN if not sure else FOR if up else AGAINST)
+    joined = {name: "; ".join(parts) for name, parts in texts.items()}
+    return Judged(**joined, verdict=of_columns(says))
+
+
+# -- Average and maximum loss ----------------------------------------------------------
+
+
+def _losses(rows: Rows, average: str, maximum: str) -> Tally:
+    """The average loss beside the maximum loss at equal M and N."""
+    tally = Tally()
+    for cell in cells_of(rows).values():
+        for name, setting in cell:
+            if name == average and (maximum, setting) in cell:
+                other = cell[maximum, setting]
+                change = difference(cell[average, setting], other)
+                tally = tally.with_cell(change, winnable=mean(other) > LEAST)
+    return tally
+
+
+def parse(setting: str) -> tuple[int, float | None]:
+    """N and, if it says so, the rate of a setting: `N=50, rate 10`."""
+    number, _, rate = setting.removeprefix("N=").partition(", rate ")
+    return int(number), float(rate) if rate else None
+
+
+def best_rates(rows: Rows) -> Tally:
+    """Both losses, each at its own best rate for every M and N.
+
+    The rate is chosen on the memory sets of even number, and judged on the others.
+    """
+    tally = Tally()
+    for cell in cells_of(rows).values():
+        numbers = sorted({parse(setting)[0] for _, setting in cell})
+        for number in numbers:
+            chosen = []
+            for name in ("U-Hop", "U-Hop max"):
+                samples = [
+                    sample
+                    for (method, setting), sample in cell.items()
+                    if method == name and parse(setting)[0] == number
+                ]
+                best = min(
+                    samples,
+                    key=lambda x: np.mean([e for run, e in x.items() if run % 2 == 0]),
+                )
+                chosen.append({run: e for run, e in best.items() if run % 2})
+            change = difference(*chosen)
+            tally = tally.with_cell(change, winnable=mean(chosen[1]) > LEAST)
+    return tally
+
+
+def average_or_maximum(results: Results) -> Judged:
+    """The average loss beside the maximum loss."""
+    texts: dict[str, str] = {}
+    says = []
+    for name, rows in results.items():
+        if name.startswith("reference"):
+            released = _losses(rows, "U-Hop", "U-Hop max")
+            equal = _losses(rows, "U-Hop, rate 10", "U-Hop max")
+            texts["reference"] = (
+                f"average loss, released rates: {released} of {released.total} (M, N); "
+                f"both at the rate 10: {equal} of {equal.total}"
+            )
+            says += [released.says, equal.says]
+        elif "rates" in name:
+            tally = best_rates(rows)
+            texts["fair"] = (
+                f"each at its own best rate: {tally} of {tally.total} (M, N)"
+            )
+            says.append(tally.says)
+        else:
+            tally = _losses(rows, "U-Hop", "U-Hop max")
+            texts["paper"] = f"both at the rate 1: {tally} of {tally.total} (M, N)"
+            says.append(tally.says)
+    return Judged(**texts, verdict=of_columns(says))
+
+
+# -- Sparse models, metastable states --------------------------------------------------
+
+
+def sparse_gain(results: Results) -> Judged:
+    """U-Hop beside its base, both with sparsemax."""
+    texts, says = {}, []
+    for protocol, rows in protocols(results).items():
+        tally = Tally()
+        for where, cell in cells_of(rows).items():
+            other = cell["Sparse MHM", ""]
+            change = difference(cell[uhop_of(protocol, where, cell, " sparse")], other)
+            tally = tally.with_cell(change, winnable=mean(other) > LEAST)
+        texts[protocol] = f"{tally} of {tally.total}"
+        says.append(tally.says)
+    return Judged(**texts, verdict=of_columns(says))
+
+
+def metastable(results: Results) -> Judged:
+    """How many memories a state mixes, each model at its best beta."""
+    texts, says = {}, []
+    for protocol, rows in protocols(results).items():
+        tally, parts = Tally(), []
+        for (data, alpha), ours in records.grouped(rows, ("data", "alpha")).items():
+            sizes = {name: _mixed(ours, name) for name in ("MHM", "U-Hop")}
+            change: Difference = difference(sizes["U-Hop"], sizes["MHM"])
+            tally = tally.with_cell(change)
+            shown = ", ".join(
+                f"{name} {spread(list(sample.values()))}"
+                for name, sample in sizes.items()
+            )
+            parts.append(f"{data}, alpha {alpha:g}: {shown}")
+        texts[protocol] = "; ".join(parts)
+        says.append(tally.says)
+    return Judged(**texts, verdict=of_columns(says))
+
+
+def _mixed(rows: Rows, method: str) -> Sample:
+    """Memories mixed at the beta of the least error, by memory set."""
+    ours = [row for row in rows if row["method"] == method]
+    return {row["run"]: row["size"] for row in records.of_least(ours, "beta", "error")}
+
+
+# -- What the experiments' own settings do ---------------------------------------------
+
+
+def means(rows: Rows, **where: object) -> float:
+    """Mean error of the rows that agree with all values."""
+    return float(
+        np.mean([r["error"] for r in rows if all(r[k] == v for k, v in where.items())])
+    )
+
+
+def sign_of_distances(results: Results) -> Judged:
+    """Distances as released, and with the sign that seeks the nearest."""
+    (rows,) = results.values()
+    texts, parts = [], []
+    for name in ("l2", "l1"):
+        nearest, released = (
+            means(rows, memories=100, method=m)
+            for m in (name, f"{name}, released sign")
+        )
+        texts.append(f"{name}: {released:.3g} as released, {nearest:.3g} nearest first")
+        parts.append(nearest / released)
+    verdict = of_columns([AGAINST if min(parts) < 0.9 else FOR])
+    return Judged(reference="; ".join(texts), verdict=verdict)
+
+
+def rates_of_release(results: Results) -> Judged:
+    """What more steps change under the released rates."""
+    (rows,) = results.values()
+    first, last = (
+        means(rows, memories=100, method="U-Hop", setting=f"N={n}") for n in (1, 1000)
+    )
+    constant = means(rows, memories=100, method="U-Hop, rate 10", setting="N=1000")
+    return Judged(
+        reference=f"N = 1: {first:.4g}, N = 1000: {last:.4g}; at the constant rate 10, "
+        f"N = 1000: {constant:.3g}",
+        verdict=of_columns([AGAINST if abs(last / first - 1) < 0.01 else FOR]),
+    )
+
+
+def folded_noise(results: Results) -> Judged:
+    """The same noise clamped and folded."""
+    texts, parts = [], []
+    for rows in results.values():
+        clamped, folded = (
+            means(rows, memories=500, method="cosine", corruption=kind, level=0.5)
+            for kind in ("noise", "folded_noise")
+        )
+        texts.append(f"{rows[0]['data']}: {clamped:.3g} clamped, {folded:.3g} folded")
+        parts.append(folded / clamped)
+    same = all(0.9 < part < 1.1 for part in parts)
+    verdict = of_columns([FOR if same else AGAINST])
+    return Judged(fair="cosine, " + "; ".join(texts), verdict=verdict)

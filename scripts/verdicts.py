@@ -1,0 +1,126 @@
+"""Verdicts, and the rules by which they follow from numbers."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+HOLDS, PARTLY, FAILS = "holds", "holds partly", "does not hold"
+NOT_AS_STATED = "not reproducible as stated"
+UNDECIDED, UNTESTED = "undecided", "not tested"
+VERDICTS = (HOLDS, PARTLY, FAILS, NOT_AS_STATED, UNDECIDED, UNTESTED)
+
+FOR, OPEN, AGAINST = 1, 0, -1  # what one column says of a claim
+LEAST = (
+    0.01  # differences below this are ties, and errors below it leave nothing to win
+)
+
+
+def of_columns(says: Sequence[int]) -> str:
+    """Holds if all columns speak for it, does not if all speak against it."""
+    if not says:
+        return UNTESTED
+    if min(says) == FOR:
+        return HOLDS
+    return FAILS if max(says) == AGAINST else PARTLY
+
+
+def of_value(value: float, full: float, some: float) -> int:
+    """For it from `full` on, against it below `some`."""
+    return FOR if value >= full else AGAINST if value < some else OPEN
+
+
+def of_gain(gain: float, error: float, stated: float) -> str:
+    """The verdict on a gain in learning that the paper states.
+
+    Where the paper has no gain itself, the claim is that there is none. Where there is
+    one seed, and so no standard error, nothing is decided.
+    """
+    if not np.isfinite(error):
+        return UNDECIDED
+    significant = gain > 2 * error
+    if stated <= 0:
+        return FAILS if significant else HOLDS
+    if significant:
+        return HOLDS if gain >= stated / 2 else PARTLY
+    return UNDECIDED if gain + 2 * error >= stated / 2 else FAILS
+
+
+# -- Paired differences ----------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """A mean of paired differences, and the half-width of its 95 % interval."""
+
+    mean: float
+    half: float
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 beyond the interval, 0 within it."""
+        if abs(self.mean) <= max(self.half, LEAST):
+            return 0
+        return 1 if self.mean > 0 else -1
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3g} ± {self.half:.2g}"
+
+
+def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Difference:
+    """`a - b` over the memory sets that both have seen."""
+    pairs = np.asarray([a[run] - b[run] for run in sorted(a.keys() & b.keys())])
+    if len(pairs) < 2:
+        return Difference(float(pairs.mean()), float("inf"))
+    error = float(pairs.std(ddof=1)) / len(pairs) ** 0.5
+    half = float(stats.t.ppf(0.975, len(pairs) - 1)) * error
+    return Difference(float(pairs.mean()), half)
+
+
+class Tally(NamedTuple):
+    """Cells won, tied and lost, and in how many there was anything to win."""
+
+    won: int = 0
+    tied: int = 0
+    lost: int = 0
+    winnable: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of cells."""
+        return self.won + self.tied + self.lost
+
+    @property
+    def says(self) -> int:
+        """For it or against it, by the rule of cells."""
+        if self.lost > self.total / 2:
+            return AGAINST
+        mostly = self.lost <= self.total / 10 and self.won >= self.winnable / 2
+        return FOR if mostly else OPEN
+
+    def with_cell(self, change: Difference, *, winnable: bool = True) -> "Tally":
+        """With one more cell, won where the change is negative."""
+        won, lost = change.sign < 0, change.sign > 0
+        return Tally(
+            self.won + won,
+            self.tied + (not won and not lost),
+            self.lost + lost,
+            self.winnable + winnable,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.won} won, {self.tied} tied, {self.lost} lost"
+
+
+# -- Samples ---------------------------------------------------------------------------
+
+
+def gain(
+    plain: Sequence[float], other: Sequence[float], scale: float = 1.0
+) -> tuple[float, float]:
+    """The difference of two means and its standard error, infinite for one seed."""
+    change = scale * float(np.mean(other) - np.mean(plain))
+    if min(len(plain), len(other)) < 2:
+        return change, float("inf")
+    parts = [np.var(x, ddof=1) / len(x) for x in (plain, other)]
+    return change, scale * float(np.sqrt(sum(parts)))

@@ -1,0 +1,129 @@
+"""Result files say what made them, and are told from those of other code."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import files  # noqa: E402
+import provenance  # noqa: E402
+import reproduction  # noqa: E402
+import tables  # noqa: E402
+
+QUOTED = [n for n in files.KNOWN if (files.RESULTS / f"{n}.csv").exists()]
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_a_result_file_says_what_made_it(name):
+    record = files.made_by(name)
+    assert record, f"{name}.made_by.json is missing"
+    commit = record["commit"] or record["published"]
+    if not provenance.has_history():
+        pytest.skip("no whole checkout of the repository: no history to look in")
+    assert provenance.is_ancestor(commit), f"HEAD does not have {commit}"
+    if record["commit"]:
+        assert record["command"] and set(record["modules"]) >= {"uhop_jax.separation"}
+
+
+def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    (tmp_path / "uhop_jax").mkdir()
+    found = []
+    for text in (
+        '"""Doc."""\n\n\ndef f(x):\n    """Says."""\n    return x + 1  # so\n',
+        "def f(x):\n    return (x + 1)\n",
+        "def f(x):\n    return x + 2\n",
+    ):
+        (tmp_path / "uhop_jax" / "one.py").write_text(text)
+        provenance.tree_of.cache_clear()
+        provenance.version.cache_clear()
+        found.append(provenance.version("uhop_jax.one"))
+    provenance.tree_of.cache_clear()
+    provenance.version.cache_clear()
+    assert found[0] == found[1] != found[2]
+
+
+def test_files_depend_on_what_their_command_imports():
+    vision, series = map(provenance.modules_of, ("vision", "forecasting"))
+    assert "uhop_jax.models.vision" in vision and "uhop_jax.models.vision" not in series
+    assert "uhop_jax.models.stanhop" in series
+    assert "uhop_jax.models.stanhop" not in vision
+    fair, one = map(provenance.modules_of, ("retrieval", "retrieval, one beta"))
+    assert "uhop_jax.calibration" in fair and "uhop_jax.calibration" not in one
+    assert {"uhop_jax.stage_one", "uhop_jax.experiments"} <= set(one)
+    for module in provenance.INERT | provenance.FAIR_ALONE:
+        assert provenance.path_of(module), f"{module} is no longer there"
+
+
+def test_a_changed_module_makes_a_file_stale():
+    versions = provenance.versions("vision")
+    assert not provenance.why_stale({"modules": versions}, "vision")
+    other = versions | {"uhop_jax.losses": "0" * 12}
+    assert provenance.why_stale({"modules": other}, "vision") == ["uhop_jax.losses"]
+    assert provenance.why_stale({"commit": None}, "vision") == ["not recorded"]
+
+
+def test_studies_run_from_committed_code_alone(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(files, "run", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr(provenance, "uncommitted", lambda: ["uhop_jax/losses.py"])
+    monkeypatch.setattr(sys, "argv", ["reproduction.py", "--run", "grid_mnist"])
+    with pytest.raises(SystemExit, match="commit first: uhop_jax/losses.py"):
+        reproduction.main()
+    assert not ran
+
+
+def test_all_that_is_missing_or_stale_is_run_if_affordable(
+    monkeypatch, tmp_path, capsys
+):
+    ran = []
+    monkeypatch.setattr(files, "run", lambda name, data: ran.append(name))
+    monkeypatch.setattr(files, "missing", lambda: ["grid_mnist", "cifar10_table"])
+    monkeypatch.setattr(files, "stale", lambda: {"theorems": ["not recorded"]})
+    monkeypatch.setattr(provenance, "uncommitted", lambda: [])
+    monkeypatch.setattr(reproduction, "REPORT", tmp_path / "page.md")
+    monkeypatch.setattr(tables, "README", tmp_path / "README.md")
+    tables.README.write_text((ROOT / "README.md").read_text())
+    monkeypatch.setattr(sys, "argv", ["reproduction.py", "--run"])
+    reproduction.main()
+    assert ran == ["grid_mnist", "theorems"]
+    assert "since they are long: cifar10_table" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["reproduction.py", "--stale"])
+    reproduction.main()
+    assert capsys.readouterr().out == "theorems: not recorded\n"
+
+
+def test_what_other_code_has_begun_is_begun_anew(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(files, "WORK", tmp_path / "work")
+    monkeypatch.setattr(files, "RESULTS", tmp_path / "results")
+    workdir = tmp_path / "work" / "grid_mnist"
+    versions = {"uhop_jax.losses": "1"}
+    monkeypatch.setattr(
+        provenance,
+        "made_now",
+        lambda kind, command: {"commit": "c", "command": command, "modules": versions},
+    )
+
+    def study(command, cwd, check):
+        assert f"--workdir={workdir}" in command and "--config.data.dir=d" in command
+        (workdir / "results.csv").write_text("a,b\n1,2\n")
+        (workdir / "config.json").write_text('{"data": {"dir": "d", "name": "x"}}')
+
+    monkeypatch.setattr(files.subprocess, "run", study)
+    files.run("grid_mnist", "d")
+    assert files.made_by("grid_mnist")["modules"] == versions
+    half = workdir / "half_done"
+    half.touch()
+    files.run("grid_mnist", "d")
+    assert half.exists()  # the same code goes on
+    versions["uhop_jax.losses"] = "2"
+    capsys.readouterr()
+    files.run("grid_mnist", "d")
+    assert not half.exists() and "begins anew" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results" / "grid_mnist.json").read_text()) == {
+        "data": {"name": "x"}
+    }
