@@ -135,7 +135,6 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
         case "expressiveness":
             config.arms = PAIRS
             config.sizes = (1000, 2000, 5000, 10_000, 20_000, 0)
-            config.train.test_train = True
         case "convergence":
             config.arms = PAIRS
             config.sizes = (1000, 2000, 5000, 10_000, 20_000, 0)

@@ -25,6 +25,7 @@ ENTRIES = {
     "retrieval": ("uhop_jax.experiments",),
     "retrieval, one beta": ("uhop_jax.experiments",),
     "vision": ("uhop_jax.training.vision", "uhop_jax.training.run"),
+    "vision, softmax": ("uhop_jax.training.vision", "uhop_jax.training.run"),
     "forecasting": ("uhop_jax.training.forecasting", "uhop_jax.training.run"),
     "statements": ("scripts.theorems", "scripts.corrections"),
 }
@@ -48,12 +49,20 @@ FAIR_ALONE = {
 }
 
 
+# Modules of separations that a study of softmax alone does not call.
+ENTMAX_ALONE = {"uhop_jax._entmax": "entmax and sparsemax"}
+LEFT_OUT = {"retrieval, one beta": FAIR_ALONE, "vision, softmax": ENTMAX_ALONE}
+
+
 def kind_of(command: str) -> str:
     """The kind of a study, by its command."""
     if command.startswith("retrieve.py"):
         one = any(f"protocol={p}" in command for p in ("paper", "reference"))
         return "retrieval, one beta" if one else "retrieval"
-    return "vision" if "configs/vision.py" in command else "forecasting"
+    if "configs/vision.py" not in command:
+        return "forecasting"
+    others = any(name in command for name in ("Sparse MHM", "entmax", "GSH"))
+    return "vision" if others or "arms=" not in command else "vision, softmax"
 
 
 # -- Imports ---------------------------------------------------------------------------
@@ -120,7 +129,7 @@ def _from_imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 @functools.cache
 def modules_of(kind: str) -> tuple[str, ...]:
     """The modules that results of a kind depend on."""
-    left_out = INERT | (FAIR_ALONE if kind == "retrieval, one beta" else {})
+    left_out = INERT | LEFT_OUT.get(kind, {})
     found: set[str] = set()
     ahead = list(ENTRIES[kind])
     while ahead:

@@ -179,33 +179,36 @@ RETRIEVAL = {
 CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
 RELEASED = "MHM + U-Hop, reference"
 BILEVEL = ("MHM", "MHM + U-Hop", "Sparse MHM", "Sparse MHM + U-Hop")
-TABLE = _arms(*BILEVEL, RELEASED, f"{RELEASED}, no Stage I", *CONTROLS)
-SEEDS = "--config.seeds='(0,1,2)' --config.stage_one.epochs=50"
+# What the released layer gives, what it gives without Stage I, and at equal size.
+TABLE = _arms("MHM", RELEASED, f"{RELEASED}, no Stage I", "MHM, matched size")
+SEEDS = "--config.seeds='(0,1,2)'"
+PARTS = "--config.sizes='(1000,2000,5000,10000,20000)' --config.seeds='(0,1)'"
+
+
+def _learning(name: str, title: str) -> dict[str, Study]:
+    """The studies of one of the CIFAR sets."""
+    model = f"{VISION}:{name}"
+    curves = f"{VISION}:expressiveness --config.data.name={name} {PARTS}"
+    return {
+        f"{title}_table": Study(f"{model} {SEEDS} {TABLE}", 30),
+        f"{title}_bilevel": Study(f"{model} {SEEDS} {_arms('MHM + U-Hop')}", 12),
+        f"{title}_deep": Study(
+            f"{model} {SEEDS} {_arms(RELEASED)} --config.stage_one.loss=deep", 12
+        ),
+        f"expressiveness_{title}": Study(f"{curves} {_arms('MHM', RELEASED)}", 15),
+    }
+
 
 LEARNING = {
-    # The text to the letter: a linear map after the one memory.
-    "cifar_paper": Study(f"{VISION}:cifar10 {SEEDS} {_arms('MHM', 'MHM + U-Hop')}", 20),
-    "cifar_controls": Study(f"{VISION}:cifar10 {SEEDS} {_arms(*CONTROLS)}", 30),
-    # The released architecture.
     "vision_reference": Study(
-        f"{VISION}:cifar10 --config.seeds='(0,1,2,3,4)' --config.sizes='(1000,5000)' "
-        f"--config.stage_one.epochs=50 {_arms('MHM', RELEASED)}",
-        10,
+        f"{VISION}:reference --config.sizes='(1000,5000)' "
+        + _arms("MHM", RELEASED, f"{RELEASED}, no Stage I"),
+        8,
     ),
-    "cifar10_table": Study(f"{VISION}:cifar10 {SEEDS} {TABLE}", 90),
-    "cifar100_table": Study(f"{VISION}:cifar100 {SEEDS} {TABLE}", 90),
+    **_learning("cifar10", "cifar10"),
+    **_learning("cifar100", "cifar100"),
     "tiny20": Study(
         f"{VISION}:tiny_imagenet --config.seeds='(0,1,2)' {_arms(*BILEVEL, RELEASED)}",
-        60,
-    ),
-    "expressiveness_cifar10": Study(
-        f"{VISION}:expressiveness --config.seeds='(0,1)' "
-        f"{_arms('MHM', 'MHM + U-Hop', RELEASED)}",
-        60,
-    ),
-    "expressiveness_cifar100": Study(
-        f"{VISION}:expressiveness --config.data.name=cifar100 --config.seeds='(0,1)' "
-        f"{_arms('MHM', 'MHM + U-Hop', RELEASED)}",
         60,
     ),
     "patches": Study(

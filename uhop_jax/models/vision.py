@@ -273,5 +273,5 @@ def _starts(size: int) -> dict[str, Any]:
 
 
 def _linear(size: int, out: int, **options: Any) -> nnx.Linear:
-    starts = {"kernel_init": fan_in_uniform(), "bias_init": fan_in_bound(size)}
-    return nnx.Linear(size, out, **starts, **options)
+    options["kernel_init"], options["bias_init"] = fan_in_uniform(), fan_in_bound(size)
+    return nnx.Linear(size, out, **options)
