@@ -189,7 +189,7 @@ class Row(NamedTuple):
         """NaN, should a memory that is not finite be valid."""
         if self.broken is None:
             return result
-        return jnp.where(jnp.any(self.broken & self.model.mask), jnp.nan, result)
+        return jnp.where(jnp.any(self.broken & self.model.mask), jnp.nan, result)  # type: ignore[operator]
 
 
 def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:

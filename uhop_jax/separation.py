@@ -116,7 +116,7 @@ class Separation(abc.ABC):
           ValueError: as in `__call__`.
         """
         overlaps, beta, where, dtype = self._prepare_both(overlaps, beta, where)
-        return self._tempered(overlaps, beta, where).astype(dtype)
+        return self._tempered(overlaps, beta, where).astype(dtype)  # type: ignore[arg-type]
 
     def tempered_conjugate(
         self,
@@ -140,7 +140,7 @@ class Separation(abc.ABC):
         """
         self._check_conjugate()
         overlaps, beta, where, dtype = self._prepare_both(overlaps, beta, where)
-        return self._tempered_conjugate(overlaps, beta, where).astype(dtype)
+        return self._tempered_conjugate(overlaps, beta, where).astype(dtype)  # type: ignore[arg-type]
 
     def margin(self) -> ArrayLike:
         """Lead of the largest entry from which on the weights are exactly one-hot.
