@@ -179,7 +179,7 @@ VARIANTS = config_module("vision").VARIANTS
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "digits"])
 def test_every_variant_runs_small(variant, tmp_path):
-    changes = {"train.epochs": 1, "arms": ("MHM + U-Hop",)}
+    changes = {"train.epochs": 1, "arms": ("MHM + U-Hop",), "seeds": (0,)}
     train_and_evaluate(tiny(variant, **changes), tmp_path)
     assert len(records(tmp_path / "results.csv")) == 1
 
@@ -382,3 +382,22 @@ def test_the_table_of_arms_is_whole():
         warnings.simplefilter("ignore")
         for variant in VARIANTS:
             assert set(config_of("vision", variant).arms) <= set(ARMS)
+
+
+@pytest.mark.filterwarnings("ignore:a patch of")
+def test_the_reference_runs_the_released_model(tmp_path):
+    """Its layer with Stage I and without, each seed on images that it draws."""
+    changes = {"train.epochs": 1, "stage_one.epochs": 1, "patches": (8,)}
+    changes |= {"model.num_heads": 1, "seeds": (0, 1), "data.held_out": 100}
+    config = tiny("reference", **changes)
+    train_and_evaluate(config, tmp_path)
+    rows = records(tmp_path / "results.csv")
+    arms = ("MHM", "MHM + U-Hop, reference", "MHM + U-Hop, reference, no Stage I")
+    assert [row["arm"] for row in rows] == [arm for arm in arms for _ in (0, 1)]
+    plain, *released = (int(row["parameters"]) for row in rows[::2])
+    assert plain < released[0] == released[1]
+    inner = "mhm_with_u_hop_reference_40_images_patch_8/metrics.csv"
+    phases = [row["phase"] for row in records(tmp_path / inner)]
+    assert phases == ["stage_one"] * 2 + ["task"] * 2
+    with pytest.raises(ValueError, match="data.held_out must be at most 1436, got"):
+        train_and_evaluate(tiny(**{"data.held_out": 1437}), tmp_path / "other")
