@@ -2,6 +2,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import mpmath
 import numpy as np
 import pytest
 import scipy.special
@@ -439,6 +440,99 @@ def test_conjugate_at_an_inverse_temperature(sep):
     )
     assert_close(a, b)
     assert_close(slope, expected, scale=100)
+
+
+def exact_entmax(z, alpha):
+    """Weights to 50 digits, from the smallest of the support."""
+    with mpmath.workdps(50):
+        e = mpmath.mpf(float(alpha)) - 1
+        z = [mpmath.mpf(float(x)) for x in z]
+        if e == 0:
+            powers = [mpmath.exp(x - max(z)) for x in z]
+            return [float(p / sum(powers)) for p in powers]
+        ordered, count = sorted(z, reverse=True), 1
+        while count < len(z) and 1 > sum(
+            (e * (x - ordered[count])) ** (1 / e) for x in ordered[:count]
+        ):
+            count += 1
+        inside, low, high = ordered[:count], mpmath.mpf(0), mpmath.mpf(1)
+        for _ in range(170):
+            middle = (low + high) / 2
+            p = [(middle**e + e * (x - inside[-1])) ** (1 / e) for x in inside]
+            low, high = (middle, high) if sum(p) < 1 else (low, middle)
+        least = inside[-1]
+        return [
+            float((low**e + e * (x - least)) ** (1 / e)) if x >= least else 0.0
+            for x in z
+        ]
+
+
+EVERY_ALPHA = (1, 1.01, 1.5, 1.99, 2, 2.01, 2.5, 3, 5, 7, 10, 20, 35, 50)
+
+
+@every_dtype
+def test_weights_to_fifty_digits(dtype):
+    """At every `alpha` and scale, with ties and near ties among the overlaps."""
+    z = np.random.default_rng(0).normal(size=(7, 1, 8))
+    z = z * np.asarray([1e-30, 1e-12, 1e-6, 1e-3, 0.1, 1.0, 10.0])[:, None, None]
+    z[..., 3], z[..., 5] = z[..., 4], z[..., 6] * (1 + 1e-6)
+    z = np.broadcast_to(z, (7, len(EVERY_ALPHA), 8))
+    z = np.concatenate([z, np.zeros((1, *z.shape[1:]))])
+    z = np.where(np.abs(z) < float(jnp.finfo(dtype).tiny), 0.0, z)
+    z = jnp.asarray(z, dtype)
+    alpha = jnp.asarray(np.broadcast_to(EVERY_ALPHA, z.shape[:-1]), jnp.float32)
+    p = weights(Entmax(alpha), z)
+    rows = zip(np.reshape(z, (-1, 8)), np.ravel(alpha), strict=True)
+    expected = [exact_entmax(*row) for row in rows]
+    assert_close(p, np.reshape(expected, z.shape), scale=0.2)
+    np.testing.assert_array_equal(p[..., 3], p[..., 4])
+    total = np.asarray(p, np.float64).sum(-1)
+    assert np.abs(total - 1).max() <= 16 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "z", "expected"),
+    [
+        (5.0, np.zeros(100), np.full(100, 0.01)),
+        (20.0, [1.0, 1, 1, 0], [1 / 3, 1 / 3, 1 / 3, 0]),
+        (10.0, [-0.1, 0], [0.01163847, 0.98836153]),
+        (50.0, np.zeros(5000), np.full(5000, 1 / 5000)),
+        (3.0, [2.0, -np.inf, 2], [0.5, 0, 0.5]),
+        (3.0, [-np.inf, -np.inf], [0, 0]),
+        (3.0, [1e300, 1e300, -1e300], [0.5, 0.5, 0]),
+        (3.0, [np.nan, 1.0], [np.nan, np.nan]),
+    ],
+)
+def test_steep_weights(alpha, z, expected):
+    for run in (weights, jax.vmap(weights, (0, 0))):
+        batched = run is not weights
+        sep, z_ = Entmax(jnp.asarray(alpha)), jnp.asarray(z)
+        if batched:
+            sep, z_ = jax.tree.map(lambda x: x[None], (sep, z_))
+        p = run(sep, z_)[0] if batched else run(sep, z_)
+        np.testing.assert_allclose(p, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [2.2, 3.0, 5.0, 10.0, 20.0])
+def test_steep_derivatives_to_fifty_digits(alpha):
+    """Where the slope of the smallest weight is up to 1e17 times the others'."""
+    z = jnp.asarray([0.0, -0.02, -0.03, -0.1, -2.0]) * (4 / alpha)
+    p = np.asarray(weights(Entmax(alpha), z))
+    with mpmath.workdps(50):
+        s = [mpmath.mpf(float(x)) ** (2 - mpmath.mpf(alpha)) if x else 0 for x in p]
+        exact = [
+            [float((a if i == j else 0) - a * b / sum(s)) for j, b in enumerate(s)]
+            for i, a in enumerate(s)
+        ]
+    for jacobian in (jax.jacfwd, jax.jacrev):
+        found = jax.jit(jacobian(Entmax(alpha)))(z)
+        np.testing.assert_allclose(found, exact, rtol=1e-7, atol=1e-12)
+    rows = jnp.asarray([alpha, 1.5])  # mapped: either arithmetic, chosen by row
+    gradient = jax.vmap(jax.jacrev(lambda a, z: Entmax(a)(z), (0, 1)), (0, None))
+    assert_close(
+        gradient(rows, z)[1][0] / np.abs(exact).max(), exact / np.abs(exact).max()
+    )
+    assert_close(gradient(rows, z)[1][1], jax.jacrev(Entmax(1.5))(z))
 
 
 @every_separation

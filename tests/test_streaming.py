@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +120,47 @@ def test_known_components_alone_are_compared(separation, similarity, tmp_path):
         assert_close(found.state, direct.state, scale=100)
         assert_close(found.weights[..., 0], direct.weights.max(-1), floor=1e-8)
         np.testing.assert_array_equal(found.nearest[..., 0], direct.weights.argmax(-1))
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.3, 2.0])
+def test_steep_weights_equal_the_direct_ones(beta):
+    alphas = jnp.asarray([2.01, 3.0, 5.0, 10.0, 20.0, 50.0, 1.0, 1.5])
+    query = jnp.asarray(QUERY.reshape(8, D))
+    ties = np.concatenate([MEMORIES[:20], MEMORIES[:20], np.zeros((61, D))])
+    for rows in (MEMORIES, ties):
+        options = dict(beta=beta, separation=Entmax(alphas))
+        direct = retrieve(jnp.asarray(rows), query, **options)
+        best, _ = jax.lax.top_k(direct.weights, 3)
+        for source in (jnp.asarray(rows), rows):
+            found = retrieve_streamed(source, query, block=16, top=3, **options)
+            assert_close(found.state, direct.state, floor=1e-7)
+            assert_close(found.weights, best, floor=1e-7)
+
+
+@pytest.mark.parametrize("alpha", [2.5, 3.0, 5.0])
+def test_steep_gradients_equal_the_direct_ones(alpha):
+    def loss(run, memories, query, beta, alpha):
+        state = run(memories, query, beta=beta, separation=Entmax(alpha)).state
+        return (state * jnp.arange(float(D))[None, None]).sum()
+
+    arguments = (jnp.asarray(MEMORIES), jnp.asarray(QUERY), 0.3, alpha)
+    found, direct = (
+        jax.jit(jax.grad(functools.partial(loss, run), (0, 1, 2, 3)))(*arguments)
+        for run in (retrieve_streamed, retrieve)
+    )
+    for a, b in zip(found, direct, strict=True):
+        size = jnp.abs(b).max()
+        assert_close(a / size, b / size, floor=1e-8)
+
+
+def test_second_derivatives_are_refused():
+    def loss(query):
+        return (
+            retrieve_streamed(jnp.asarray(MEMORIES), query, beta=1.0).state ** 2
+        ).sum()
+
+    with pytest.raises(ValueError, match="has first derivatives alone"):
+        jax.jacrev(jax.grad(loss))(jnp.asarray(QUERY))
 
 
 def test_gradient_with_known_components():

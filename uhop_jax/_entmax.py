@@ -6,6 +6,14 @@ With :math:`e = \alpha - 1` and :math:`u = z - \max z \le 0` the weights are
 
 (:math:`\exp x` at `e = 0`), where `s >= 0` makes them sum to one. This is `tau = e s -
 1` of Peters et al. 2019, in the variable that stays accurate as `alpha` tends to 1.
+For `alpha > 2` a weight is a steep function of `s`, whose rounding would show in all
+digits of it. There the unknown is the smallest weight `w` of the support, that of the
+overlap :math:`z_\downarrow`:
+
+.. math:: p_i = (w^e + e (z_i - z_\downarrow))^{1/e},
+
+whose sum is convex and increasing in `w`, at a slope of at least one.
+
 Overlaps are float32 or float64, those of masked entries `-inf`; `alpha` broadcasts
 against them.
 """
@@ -130,9 +138,9 @@ def find_root(
     """The `s >= start` at which weights sum to one, wherever the overlaps are.
 
     Newton's method on `f^e`, `f` the sum of the weights, which is convex and decreasing
-    in `s` for `e <= 1`: the iterates climb to the root and never pass it. For `e > 1`
-    it is not convex and the bracket is halved instead. A row that is done stays as it
-    is, so that it does not depend on the other rows.
+    in `s` for `e <= 1`: the iterates climb to the root and never pass it. Rows of a
+    larger `e` stay where they start: they have `steep_support`. A row that is done
+    stays as it is, so that it does not depend on the other rows.
 
     Args:
       sums: of `s (..., 1)` and of which rows still matter, the sum of the weights and
@@ -151,32 +159,178 @@ def find_root(
     upper = jnp.maximum(_log_sum(jnp.full_like(start, size), e_rows), start)
 
     def body(carry):
-        _, _, s, active, _ = carry
+        s, active, _ = carry
         return _advance(carry, sums(s, active), e_rows, upper, limit, ahead)
 
     def unfinished(carry):
-        *_, active, step = carry
+        _, active, step = carry
         return jnp.any(active) & (step < _MAX_STEPS)
 
-    active = jnp.broadcast_to(jnp.asarray(active), start.shape)
-    carry = (start, upper, start, active, 0)
-    return repeat(unfinished, body, carry)[2]
+    active = jnp.asarray(active) & (e_rows <= 1)
+    return repeat(unfinished, body, (start, active, 0))[0]
 
 
 @jax.jit  # for callers that loop in Python
 def _advance(carry, sums, e: Array, upper: Array, limit: Array, ahead: Any):
-    low, high, s, active, step = carry
+    s, active, step = carry
     f, slope = sums
-    convex = e <= 1
-    above = f > 1
-    low = jnp.where(active & above, s, low)
-    high = jnp.where(active & ~above, s, high)
-    newton = s + f * _log_sum(f, e) / jnp.where(slope == 0, 1.0, slope)
-    target = jnp.where(convex, jnp.minimum(newton, upper), 0.5 * (low + high))
-    moving = jnp.where(convex, (f - 1 > limit) & (target > s), target != s)
-    moving = active & moving
-    active = moving & ~(convex & (f - 1 <= ahead))
-    return low, high, jnp.where(moving, target, s), active, step + 1
+    target = s + f * _log_sum(f, e) / jnp.where(slope == 0, 1.0, slope)
+    target = jnp.minimum(target, upper)
+    moving = active & (f - 1 > limit) & (target > s)
+    return jnp.where(moving, target, s), moving & ~(f - 1 <= ahead), step + 1
+
+
+def steep_support(
+    mass, top: Array, e: Array, repeat, scale: Any = 1.0, guess: Array | None = None
+) -> Array:
+    """The lowest overlap that could be in the support, exactly, for `e > 1` `(..., 1)`.
+
+    An overlap `t` is in the support if those above it leave something of the sum:
+    `mass(t) = sum_i (e (z_i - t))_+^(1/e) < 1`. That falls as `t` grows, so the floats
+    below the maximum, which are ordered as integers are, are halved.
+
+    Args:
+      mass: of `t` and of which rows still matter.
+      top: the largest overlap of each row, finite.
+      e: `alpha - 1`; broadcasts against `top`.
+      repeat: `lax.while_loop`, or what does the same.
+      scale: what multiplies the overlaps.
+      guess: a lower bound, and mostly the answer.
+    """
+    high = ordered_bits(top)
+    one = jnp.ones((), high.dtype)
+    if guess is None:
+        # From here on the largest alone has the sum.
+        low = ordered_bits(top - 2 / (jnp.maximum(e, 1.0) * scale))
+    else:
+        low = ordered_bits(guess)
+        high = jnp.where(mass(guess, e > 1) < 1, low, high)
+    low = jnp.where(e > 1, jnp.minimum(low, high), high) - one
+
+    def body(carry):
+        low, high = carry
+        middle = low + (high - low) // 2
+        return _halve(low, high, middle, mass(from_ordered(middle), high - low > one))
+
+    def unfinished(carry):
+        low, high = carry
+        return jnp.any(high - low > one)
+
+    return from_ordered(repeat(unfinished, body, (low, high))[1])
+
+
+@jax.jit
+def _halve(low: Array, high: Array, middle: Array, mass: Array):
+    found, between = mass < 1, middle > low
+    low = jnp.where(between & ~found, middle, low)
+    return low, jnp.where(between & found, middle, high)
+
+
+def ordered_bits(x: Array) -> Array:
+    """Unsigned integers in the order of the floats."""
+    bits = jnp.finfo(x.dtype).bits
+    unsigned = jnp.dtype(f"uint{bits}")
+    raw = lax.bitcast_convert_type(x, unsigned)
+    sign = jnp.asarray(1 << (bits - 1), unsigned)
+    return jnp.where(raw >= sign, ~raw, raw | sign)
+
+
+def from_ordered(key: Array) -> Array:
+    """The floats of `ordered_bits`."""
+    bits = jnp.iinfo(key.dtype).bits
+    sign = jnp.asarray(1 << (bits - 1), key.dtype)
+    raw = jnp.where(key >= sign, key ^ sign, ~key)
+    return lax.bitcast_convert_type(raw, jnp.dtype(f"float{bits}"))
+
+
+def steep_mass(x: Array, e: Array) -> Array:
+    """`(e x)_+^(1/e)` for `e > 1`."""
+    positive = x > 0
+    return jnp.where(positive, jnp.exp(_log_root(x, e)), 0.0)
+
+
+def _log_root(x: Array, e: Array) -> Array:
+    """`log((e x)^(1/e))`, `-inf` where that is zero."""
+    e = jnp.maximum(e, 1.0)
+    return jnp.where(x > 0, jnp.log(e * jnp.where(x > 0, x, 1.0)) / e, -jnp.inf)
+
+
+def steep_sums(x: Array, w: Array, e: Array) -> tuple[Array, Array]:
+    """`p = (w^e + e x)^(1/e)` and its slope in `w`, zero for a negative `x`.
+
+    In logarithms, because `w^e` has no floats for a large `e`.
+    """
+    e = jnp.maximum(e, 1.0)
+    log_w, log_x = jnp.log(w), _log_root(x, e)
+    gap = jnp.where(log_x == -jnp.inf, jnp.inf, jnp.abs(log_w - log_x))
+    log_p = jnp.maximum(log_w, log_x) + jnp.log1p(jnp.exp(-e * gap)) / e
+    inside = x >= 0
+    p = jnp.where(inside, jnp.exp(log_p), 0.0)
+    return p, jnp.where(inside, jnp.exp((e - 1) * (log_w - log_p)), 0.0)
+
+
+def smallest_weight(sums, count: Array, length: int | Array, e: Array, repeat) -> Array:
+    """The weight `w` of the lowest overlap of a support of `count`, for `e > 1`.
+
+    Newton's method from above, where a convex function is never passed.
+    """
+    limit = tolerance(length, count.dtype)
+    start = 1 / jnp.maximum(count, 1.0)
+
+    def body(carry):
+        w, active, _ = carry
+        return _descend(carry, sums(w, active), limit)
+
+    def unfinished(carry):
+        _, active, step = carry
+        return jnp.any(active) & (step < _MAX_STEPS)
+
+    active = (e > 1) & (count > 0)
+    return repeat(unfinished, body, (start, active, 0))[0]
+
+
+@jax.jit
+def _descend(carry, sums, limit: Array):
+    w, active, step = carry
+    total, slope = sums
+    target = w - (total - 1) / jnp.maximum(slope, 1.0)
+    least = float(jnp.finfo(w.dtype).tiny)
+    target = jnp.maximum(target, jnp.maximum(w / 128, least))
+    moving = active & (total - 1 > limit) & (target < w)
+    return jnp.where(moving, target, w), moving, step + 1
+
+
+def _steep_weights(z: Array, e: Array) -> Array:
+    """Weights of the rows whose `e` is above one; of the others anything finite."""
+    largest = float(jnp.finfo(z.dtype).max)
+    # What is compared must be what is subtracted, unlike what XLA would fuse.
+    z = lax.optimization_barrier(jnp.where(z == jnp.inf, largest, z))
+    top = jnp.max(z, axis=-1, keepdims=True)
+    safe_top = jnp.where(top > -jnp.inf, top, 0.0)
+
+    def mass(t: Array, active: Array) -> Array:
+        del active
+        return steep_mass(z - t, e).sum(-1, keepdims=True)
+
+    lowest = steep_support(
+        mass, safe_top, jnp.broadcast_to(e, top.shape), lax.while_loop
+    )
+    inside = (z >= lowest) & (z > -jnp.inf)
+    least = jnp.min(jnp.where(inside, z, largest), axis=-1, keepdims=True)
+    x = jnp.where(inside, z - least, -1.0)
+
+    def sums(w: Array, active: Array) -> tuple[Array, Array]:
+        del active
+        p, slope = steep_sums(x, w, e)
+        return p.sum(-1, keepdims=True), slope.sum(-1, keepdims=True)
+
+    count = inside.sum(-1, keepdims=True, dtype=z.dtype)
+    e_rows = jnp.broadcast_to(e, top.shape)
+    w = smallest_weight(sums, count, z.shape[-1], e_rows, lax.while_loop)
+    p, _ = steep_sums(x, w, e)
+    total = p.sum(-1, keepdims=True)
+    p = p / jnp.where(total > 0, total, 1.0)
+    return jnp.where(jnp.isnan(top), top, p)
 
 
 def switch(power: Power | Array, function):
@@ -215,10 +369,13 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
         start = root(blocks, e, start, mode)
     s = root(u, e, start, mode)
     p = switch(mode, lambda power: exp_and_slope(u, s, e, power)[0])
-    # For alpha > 2 an ulp of the root is much more than an ulp of a weight.
-    total = p.sum(-1, keepdims=True)
-    steep = (e > 1) & (total > 0)
-    p = jnp.where(steep, p / jnp.where(steep, total, 1.0), p)
+    if power is None or power is Power.GENERAL:
+        steep = e > 1
+        p = lax.cond(
+            jnp.any(steep),
+            lambda: jnp.where(steep, _steep_weights(z, e), p),
+            lambda: p,
+        )
     return jnp.where(jnp.isnan(e), e, p)
 
 
@@ -239,15 +396,26 @@ def _entmax_tangent(
     e = (alpha - 1).astype(p.dtype)
     mode = run_time_power(e) if power is None else power
     slope = switch(mode, functools.partial(_support_power, p, e))
-    move = jnp.zeros_like(p)  # at a fixed threshold
+    rate = jnp.zeros_like(p)  # at a fixed threshold, over the slope
     if dz is not None:
-        move += slope * jnp.where(p > 0, dz, 0.0)
+        rate += jnp.where(p > 0, dz, 0.0)
     if dalpha is not None:
-        move += _alpha_slope(p, slope, e) * dalpha.astype(p.dtype)
+        rate += _alpha_rate(p, slope, e) * dalpha.astype(p.dtype)
+    if power is None or power is Power.GENERAL:
+        # For alpha > 2 the slope of the smallest weight exceeds the others by far: its
+        # rate and the mean agree in most digits, unless its own is taken off all.
+        least = lax.cond(
+            jnp.any(e > 1),
+            lambda: jnp.argmax(slope, axis=-1, keepdims=True).astype(jnp.int32),
+            lambda: jnp.full((*p.shape[:-1], 1), -1, jnp.int32),
+        )
+        index = lax.broadcasted_iota(jnp.int32, p.shape, p.ndim - 1)
+        chosen = (index == least) & (e > 1)
+        own = jnp.where(chosen, rate, 0.0).sum(-1, keepdims=True)
+        rate = jnp.where(p > 0, rate - own, 0.0)
     total = slope.sum(-1, keepdims=True)
-    return move - slope * (
-        move.sum(-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
-    )
+    mean = (slope * rate).sum(-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
+    return slope * (rate - mean)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -261,7 +429,30 @@ def _weights_at_jvp(power, primals, tangents):
     (x, e), (dx, de) = primals, tangents
     p = weights_at(x, e, power)
     slope = _support_power(p, e, power)
-    return p, slope * jnp.where(p > 0, dx, 0.0) + _alpha_slope(p, slope, e) * de
+    return p, slope * (jnp.where(p > 0, dx, 0.0) + _alpha_rate(p, slope, e) * de)
+
+
+@jax.custom_jvp
+def steep_weights_at(x: Array, w: Array, e: Array) -> Array:
+    """`(w^e + e x)^(1/e)`, the weights above a known smallest one; for `e > 1`."""
+    return steep_sums(x, w, e)[0]
+
+
+@steep_weights_at.defjvp
+def _steep_weights_at_jvp(primals, tangents):
+    (x, w, e), (dx, dw, de) = primals, tangents
+    p = steep_weights_at(x, w, e)
+    e = jnp.maximum(e, 1.0)
+    slope = _support_power(p, e, Power.GENERAL)
+
+    def term(v: Array) -> Array:
+        log_v = _log(v)
+        return jnp.where(v > 0, jnp.exp(e * log_v) * (log_v - 1 / e), 0.0)
+
+    direct = slope / e * (term(w) - term(p))
+    log_ratio = jnp.log(w) - _log(p)
+    by_w = jnp.where(p > 0, jnp.exp((e - 1) * jnp.minimum(log_ratio, 0.0)), 0.0)
+    return p, slope * jnp.where(p > 0, dx, 0.0) + by_w * dw + direct * de
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -290,17 +481,18 @@ def _log(p: Array) -> Array:
     return jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
 
 
-def _alpha_slope(p: Array, slope: Array, e: Array) -> Array:
-    """The derivative of `p = exp_e(x)` in `e` at a fixed `x`, given `p^(1 - e)`.
+def _alpha_rate(p: Array, slope: Array, e: Array) -> Array:
+    """The derivative of `p = exp_e(x)` in `e` at a fixed `x`, over `slope = p^(1 - e)`.
 
-    `(p (1 - y) - p^(1 - e)) / e^2` with `y = e log p`, by its series near zero.
+    `(p^e (1 - y) - 1) / e^2` with `y = e log p`, by its series near zero.
     """
     log_p = _log(p)
     y = e * log_p
     near = jnp.abs(y) < 1
-    far = (p * (1.0 - y) - slope) / jnp.where(near, 1.0, e) ** 2
+    power = p / jnp.where(slope > 0, slope, 1.0)
+    far = (power * (1.0 - y) - 1.0) / jnp.where(near, 1.0, e) ** 2
     series = _remainder(-jnp.where(near, y, 0.0), 2)
-    return jnp.where(near, -0.5 * p * log_p**2 * series, far)
+    return jnp.where(near, -0.5 * power * log_p**2 * series, far)
 
 
 def _remainder(y: Array, order: int) -> Array:

@@ -187,7 +187,7 @@ class Row(NamedTuple):
 
     def _unless_broken(self, result: Array) -> Array:
         """NaN, should a memory that is not finite be valid."""
-        if self.broken is None:
+        if self.broken is None or self.model.mask is None:
             return result
         return jnp.where(jnp.any(self.broken & self.model.mask), jnp.nan, result)  # type: ignore[operator]
 

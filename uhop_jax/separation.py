@@ -30,7 +30,13 @@ from uhop_jax._checks import (
     check_count,
     working_dtype,
 )
-from uhop_jax._entmax import Power, entmax_conjugate, entmax_weights
+from uhop_jax._entmax import (
+    Power,
+    entmax_conjugate,
+    entmax_weights,
+    from_ordered,
+    ordered_bits,
+)
 from uhop_jax._pytree import frozen_pytree
 
 
@@ -115,8 +121,8 @@ class Separation(abc.ABC):
         Raises:
           ValueError: as in `__call__`.
         """
-        overlaps, beta, where, dtype = self._prepare_both(overlaps, beta, where)
-        return self._tempered(overlaps, beta, where).astype(dtype)  # type: ignore[arg-type]
+        *prepared, dtype = self._prepare_both(overlaps, beta, where)
+        return self._tempered(*prepared).astype(dtype)
 
     def tempered_conjugate(
         self,
@@ -139,8 +145,8 @@ class Separation(abc.ABC):
           ValueError: as in `conjugate`.
         """
         self._check_conjugate()
-        overlaps, beta, where, dtype = self._prepare_both(overlaps, beta, where)
-        return self._tempered_conjugate(overlaps, beta, where).astype(dtype)  # type: ignore[arg-type]
+        *prepared, dtype = self._prepare_both(overlaps, beta, where)
+        return self._tempered_conjugate(*prepared).astype(dtype)
 
     def margin(self) -> ArrayLike:
         """Lead of the largest entry from which on the weights are exactly one-hot.
@@ -337,7 +343,14 @@ class Entmax(Separation):
     (\alpha - 1))` [eqn:entmax; the sign of eqn:T_entropy corrected]. Dense at `alpha =
     1` (softmax), sparse above, sparsemax at 2. The derivatives are closed-form, that in
     `alpha` included (Correia et al. 2019, Prop. 1, in a form that is right at `alpha =
-    1`).
+    1`), and have derivatives themselves.
+
+    Rows sum to one at every `alpha`, and weights are as exact as their overlaps allow:
+    beyond 2 they are steep. Overlaps that differ by :math:`\delta` can have weights
+    that differ by :math:`((\alpha - 1) \delta)^{1 / (\alpha - 1)}`: the rounding of an
+    overlap of one in float32, 6e-8, is worth 3e-4 at `alpha = 3`, 0.02 at 5, 0.2 at 10.
+    Derivatives grow as :math:`p^{2 - \alpha}` and stop at the square root of
+    the largest float.
 
     Attributes:
       alpha: index, at least 1 and finite; a number or an array that broadcasts against
@@ -527,11 +540,8 @@ def _kth_largest(z: Array, k: int) -> Array:
         z = jnp.take_along_axis(z, best[..., None, :], axis=-1)
         z = z.reshape(*z.shape[:-2], k * size)
     # Bit by bit from the top, in unsigned integers ordered as the floats are.
-    bits = jnp.finfo(z.dtype).bits
-    unsigned = jnp.dtype(f"uint{bits}")
-    raw = lax.bitcast_convert_type(z, unsigned)
-    sign = jnp.asarray(1 << (bits - 1), unsigned)
-    keys = jnp.where(raw >= sign, ~raw, raw | sign)
+    keys = ordered_bits(z)
+    bits, unsigned = jnp.finfo(z.dtype).bits, keys.dtype
 
     def body(i, prefix):
         bit = jnp.left_shift(jnp.ones((), unsigned), (bits - 1 - i).astype(unsigned))
@@ -540,7 +550,7 @@ def _kth_largest(z: Array, k: int) -> Array:
         return jnp.where(count >= k, candidate, prefix)
 
     key = lax.fori_loop(0, bits, body, jnp.zeros((*keys.shape[:-1], 1), unsigned))
-    return lax.bitcast_convert_type(jnp.where(key >= sign, key ^ sign, ~key), z.dtype)
+    return from_ordered(key)
 
 
 def _is_among(z: Array, threshold: Array, k: int) -> Array:

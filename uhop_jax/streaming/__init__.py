@@ -11,7 +11,9 @@ computed, used and forgotten, never more than a tile of them at a time.
   threshold is a lower bound of the one sought, and equal to it unless three memories of
   a support share a group; Newton passes, where many memories are in a support; a pass
   for the weighted sum, which skips every tile without support; and all of it again for
-  the queries whose weights then sum to more than one.
+  the queries whose weights then sum to more than one. `alpha > 2` takes passes for the
+  lowest overlap of the support and its weight instead, about ten, or forty to seventy
+  where many memories are in a support.
 - `TopK`: a pass that keeps the `k` largest, which are then fetched.
 
 Each algorithm is written once, in `_passes.average`. Two drivers run it, one in a
@@ -92,8 +94,9 @@ def retrieve_streamed(
     r"""`uhop_jax.retrieve` [eqn:ret-dyn], holding a block of memories at a time.
 
     A JAX array is read where it lies, inside one compiled program that can be jitted,
-    mapped and differentiated in everything but the masks (reverse mode; overlaps are
-    computed again, block by block). Anything else is read on the host and cannot be
+    mapped and differentiated once in everything but the masks (reverse mode; overlaps
+    are computed again, block by block; for an `alpha` above 6, whose derivatives are
+    large, with ever fewer digits). Anything else is read on the host and cannot be
     differentiated: a NumPy array, memory-mapped or not; the path of a `.npy` file,
     which is then mapped; or a function without arguments that returns an iterator over
     arrays `(n, d)` of any lengths, called once for every pass: each time a new one,

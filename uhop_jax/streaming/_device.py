@@ -188,8 +188,8 @@ def _backward(plan, update, residuals, cotangents):
     the derivative of the result's cotangent product in the threshold and `b` that of
     the sum, every weight has one more cotangent, `-a / b`.
     """
+    residuals, g = _differentiated_once((residuals, cotangents[0]))
     model, y, stored, out, threshold = residuals
-    g = cotangents[0]
     driver = _OnDevice(plan, stored)
     if isinstance(model.separation, Sparsemax | Entmax):
         zero = jnp.zeros_like(threshold.shift)
@@ -205,6 +205,19 @@ def _backward(plan, update, residuals, cotangents):
 
 
 _differentiable.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def _differentiated_once(x: Any) -> Any:
+    """`x`, which its own derivatives would find to be constant."""
+    return x
+
+
+@_differentiated_once.defjvp
+def _refuse(primals, tangents):
+    raise ValueError(
+        "retrieve_streamed has first derivatives alone: take second ones of retrieve"
+    )
 
 
 def _contribution(model, y, threshold, tile: Tile, update) -> tuple[Array, Array]:

@@ -11,7 +11,14 @@ from jaxtyping import Array
 
 from uhop_jax import _entmax
 from uhop_jax._checks import check_count, working_dtype
-from uhop_jax._entmax import Power, exp_and_slope, run_time_power, switch, weights_at
+from uhop_jax._entmax import (
+    Power,
+    exp_and_slope,
+    run_time_power,
+    steep_weights_at,
+    switch,
+    weights_at,
+)
 from uhop_jax._products import weigh
 from uhop_jax.separation import (
     Entmax,
@@ -65,6 +72,8 @@ class Model(NamedTuple):
 
 class Threshold(NamedTuple):
     """What weighs an overlap `z`: `x = beta (z - about) - shift`, `(Q,)` each.
+
+    For an entmax of `alpha > 2`: the lowest overlap of the support, and its weight.
 
     In two parts, because the product of `beta` and the overlap that is `about` can be
     so large that nothing is left of `shift` in a sum of the two, or infinite.
@@ -217,17 +226,28 @@ def _entmax_sums(
     """Sums of the weights and of what they average, and the threshold."""
     none = jnp.full((y.shape[0], driver.groups), -jnp.inf, y.dtype)
     largest = driver.fold(_two_largest, model, y, (), (none, none), False)
-    top, e, lower, likely = _lower_bound(model, *largest)
+    top, e, lower, likely, guess = _lower_bound(model, *largest)
     limit = _entmax.tolerance(driver.count, y.dtype)
+    steep = e[:, 0] > 1
+    lowest, weight = driver.when(
+        jnp.any(steep),
+        lambda: _smallest_weight(driver, model, y, top, guess),
+        (top, jnp.ones_like(top)),
+    )
+
+    def threshold(root: Array) -> Threshold:
+        return Threshold(
+            jnp.where(steep, lowest, top), jnp.where(steep, weight, root[:, 0])
+        )
 
     def weigh_at(root: Array, active: Any = None) -> tuple[Array, Array]:
-        extra = top, root[:, 0]
+        extra = threshold(root)
         return driver.fold(weigh_tile, model, y, extra, start, update, active)
 
     def sums(root: Array, active: Array) -> tuple[Array, Array]:
-        zero, extra = jnp.zeros_like(top), (top, root[:, 0])
-        rows = active[:, 0]
-        f, slope = driver.fold(_sums, model, y, extra, (zero, zero), False, rows)
+        zero, rows = jnp.zeros_like(top), active[:, 0]
+        carry = zero, zero
+        f, slope = driver.fold(_sums, model, y, threshold(root), carry, False, rows)
         return f[:, None], slope[:, None]
 
     def climb(root: Array, active: Any = True, ahead: Any = 0.0) -> Array:
@@ -240,7 +260,7 @@ def _entmax_sums(
     ahead = jnp.sqrt(2 * limit)  # half the square is what one leaves, at most
     root = driver.when(~likely, lambda: climb(lower, ahead=ahead), lower)
     out, total = weigh_at(root)
-    done = jnp.where(e > 1, ~likely, (total - 1 <= limit)[:, None])
+    done = steep[:, None] | (total - 1 <= limit)[:, None]
 
     def again() -> tuple[Array, Array, Array]:
         finer = climb(root, ~done)
@@ -249,7 +269,37 @@ def _entmax_sums(
         return kept, jnp.where(done[:, 0], total, found[1]), finer
 
     out, total, root = driver.when(jnp.any(~done), again, (out, total, root))
-    return out, total, Threshold(top, root[:, 0])
+    return out, total, threshold(root)
+
+
+def _smallest_weight(
+    driver: Any, model: Model, y: Array, top: Array, guess: Array
+) -> tuple[Array, Array]:
+    """The lowest overlap of each support and its weight, where `alpha` exceeds 2."""
+    e, _ = _exponent(model.separation, top)
+    zero = jnp.zeros_like(top)
+
+    def mass(t: Array, active: Array) -> Array:
+        extra, rows = t[:, 0], active[:, 0]
+        return driver.fold(_steep_mass, model, y, extra, zero, False, rows)[:, None]
+
+    lowest = _entmax.steep_support(
+        mass, top[:, None], e, driver.repeat, guess=guess[:, None]
+    )
+    least, count = driver.fold(
+        _least_of_support, model, y, lowest[:, 0], (zero + jnp.inf, zero), False
+    )
+    least = jnp.where(count > 0, least, top)
+
+    def sums(w: Array, active: Array) -> tuple[Array, Array]:
+        extra, rows = Threshold(least, w[:, 0]), active[:, 0]
+        f, slope = driver.fold(_steep_sums, model, y, extra, (zero, zero), False, rows)
+        return f[:, None], slope[:, None]
+
+    weight = _entmax.smallest_weight(
+        sums, count[:, None], driver.count, e, driver.repeat
+    )
+    return least, weight[:, 0]
 
 
 @jax.jit
@@ -257,21 +307,44 @@ def _lower_bound(model: Model, largest: Array, second: Array):
     """The root of some of the entries is never above that of all.
 
     Returns the maximum, `alpha - 1`, the root, and whether that is likely the root of
-    all entries for most queries: if no three entries of a support share a group.
+    all entries for most queries: if no three entries of a support share a group. And
+    for `alpha > 2`, which has no root, the lowest overlap that could be in the support.
     """
     top = largest.max(-1)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     e, power = _exponent(model.separation, top)
-    u = _relative(model, jnp.concatenate([largest, second], axis=-1), top)
+    z = jnp.concatenate([largest, second], axis=-1)
+    u = _relative(model, z, top)
     root = _entmax.root(u, e, jnp.zeros_like(top)[:, None], power)
     support = (1 + e * (u - root) > 0).sum(-1)
     likely = support.astype(top.dtype) ** 3 < largest.shape[-1] ** 2
-    return top, e, root, jnp.mean(likely) > 0.5
+
+    def mass(t: Array, active: Array) -> Array:
+        del active
+        x = _relative(model, z, t[:, 0])
+        return _entmax.steep_mass(x, e).sum(-1, keepdims=True)
+
+    scale = model.beta[:, None].astype(z.dtype)
+    guess = _entmax.steep_support(mass, top[:, None], e, lax.while_loop, scale)
+    return top, e, root, jnp.mean(likely | (e[:, 0] > 1)) > 0.5, guess[:, 0]
 
 
 def _relative(model: Model, z: Array, about: Array) -> Array:
     """`beta (z - about)`, which is zero where they are equal and never overflows up."""
     return model.beta[:, None].astype(z.dtype) * (z - about[:, None])
+
+
+def _steep_relative(model: Model, z: Array, about: Array) -> Array:
+    """`_relative`, zero where the difference is rounding.
+
+    Programs of different passes round a product of matrices differently, and of that a
+    large `alpha` would make a weight, or of the lowest of a support none.
+    """
+    difference = z - about[:, None]
+    rounding = 8 * float(jnp.finfo(z.dtype).eps) * jnp.abs(about)[:, None]
+    small = jnp.where(jnp.abs(difference) <= rounding, difference, 0.0)
+    difference = difference - lax.stop_gradient(small)
+    return model.beta[:, None].astype(z.dtype) * difference
 
 
 def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
@@ -298,37 +371,77 @@ def _two_largest(model, y, extra, carry, tile: Tile, update):
 
 
 def _sums(model, y, extra, carry, tile: Tile, update):
-    """Sums of the weights and of their slopes at a root."""
+    """Sums of the weights and of their slopes at a threshold."""
     del update
     _, z = tile.overlaps(model, y)
-    top, root = extra
-    e, power = _exponent(model.separation, root)
+    p, slope = _weights_and_slopes(model, z, extra)
+    return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
 
-    def add(power: Power):
-        p, slope = exp_and_slope(_relative(model, z, top), root[:, None], e, power)
-        return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
 
-    return switch(power, add)
+def _steep_mass(model, y, extra, carry, tile: Tile, update):
+    """Sum of what the overlaps above one have of the weights, should that have none."""
+    del update
+    _, z = tile.overlaps(model, y)
+    e, _ = _exponent(model.separation, carry)
+    return carry + _entmax.steep_mass(_steep_relative(model, z, extra), e).sum(-1)
+
+
+def _least_of_support(model, y, extra, carry, tile: Tile, update):
+    """The least overlap of a support, and how many are in it."""
+    del update
+    _, z = tile.overlaps(model, y)
+    inside = (_steep_relative(model, z, extra) >= 0) & (z > -jnp.inf)
+    least = jnp.minimum(carry[0], jnp.where(inside, z, jnp.inf).min(-1))
+    return least, carry[1] + inside.sum(-1, dtype=z.dtype)
+
+
+def _steep_sums(model, y, extra, carry, tile: Tile, update):
+    """Sums of the weights and of their slopes in the smallest."""
+    del update
+    _, z = tile.overlaps(model, y)
+    least, weight = extra
+    e, _ = _exponent(model.separation, weight)
+    x = _steep_relative(model, z, least)
+    p, slope = _entmax.steep_sums(x, weight[:, None], e)
+    return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
 
 
 def weigh_tile(model, y, extra, carry, tile: Tile, update):
-    """Sums of the weights at the root, and of what they average."""
+    """Sums of the weights at a threshold, and of what they average."""
     keys, z = tile.overlaps(model, y)
     averaged = tile.averaged(keys, update)
-    top, root = extra
-    e, power = _exponent(model.separation, root)
+    p, _ = _weights_and_slopes(model, z, extra)
+    mass = p.sum(-1)
+    out = lax.cond(  # a tile without support costs no product
+        jnp.any(mass != 0),
+        lambda: carry[0] + weigh(p, averaged).astype(carry[0].dtype),
+        lambda: carry[0],
+    )
+    return out, carry[1] + mass
 
-    def add(power: Power):
-        p, _ = exp_and_slope(_relative(model, z, top), root[:, None], e, power)
-        mass = p.sum(-1)
-        out = lax.cond(  # a tile without support costs no product
-            jnp.any(mass != 0),
-            lambda: carry[0] + weigh(p, averaged).astype(carry[0].dtype),
-            lambda: carry[0],
+
+def _weights_and_slopes(model: Model, z: Array, threshold: Threshold):
+    """Weights at a threshold and their slopes in its shift."""
+    about, shift = threshold.about, threshold.shift[:, None]
+    e, power = _exponent(model.separation, about)
+    x = _relative(model, z, about)
+
+    def at(power: Power):
+        if power is not Power.GENERAL:
+            return exp_and_slope(x, shift, e, power)
+        steep = e > 1
+
+        def both():
+            above = _steep_relative(model, z, about)
+            found = _entmax.steep_sums(above, jnp.where(steep, shift, 1.0), e)
+            plain = exp_and_slope(x, shift, e, power)
+            return tuple(map(functools.partial(jnp.where, steep), found, plain))
+
+        return lax.cond(
+            jnp.any(steep), both, lambda: tuple(exp_and_slope(x, shift, e, power))
         )
-        return out, carry[1] + mass
 
-    return switch(power, add)
+    return switch(power, at)
 
 
 def _average_of_largest(driver: Any, model: Model, y: Array, update: bool):
@@ -392,18 +505,33 @@ def weights_of(model: Model, z: Array, threshold: Threshold) -> Array:
     separation, (about, shift) = model.separation, threshold
     if isinstance(separation, Polynomial):
         return rectified_power(z, about[:, None], separation.degree)
+    # What is infinite would be NaN in the gradient of `beta`.
+    masked = z == -jnp.inf
+    seen = jnp.where(masked, about[:, None], z)
+    above = jnp.where(masked, -jnp.inf, _relative(model, seen, about))
     # Fixed while `beta` moves is `beta about + shift`: the product is zero, its slope
     # is not.
     beta = model.beta.astype(z.dtype)
-    shift = shift - (beta - lax.stop_gradient(beta)) * about
-    # What is infinite would be NaN in the gradient of `beta`.
-    masked = z == -jnp.inf
-    x = _relative(model, jnp.where(masked, about[:, None], z), about) - shift[:, None]
-    x = jnp.where(masked, -jnp.inf, x)
-    if isinstance(separation, Sparsemax | Entmax):
-        e, power = _exponent(separation, about)
-        return switch(power, functools.partial(weights_at, x, e))
-    return jnp.exp(x)
+    x = above - (shift - (beta - lax.stop_gradient(beta)) * about)[:, None]
+    if not isinstance(separation, Sparsemax | Entmax):
+        return jnp.exp(x)
+    e, power = _exponent(separation, about)
+
+    def at(power: Power) -> Array:
+        plain = weights_at(x, e, power)
+        if power is not Power.GENERAL:
+            return plain
+        steep = e > 1
+        weight = jnp.where(steep, shift[:, None], 1.0)
+
+        def both() -> Array:
+            above = _steep_relative(model, seen, about)
+            p = steep_weights_at(jnp.where(masked, -jnp.inf, above), weight, e)
+            return jnp.where(steep, p, plain)
+
+        return lax.cond(jnp.any(steep), both, lambda: plain)
+
+    return switch(power, at)
 
 
 def check_values(values: tuple[int, ...], memories: tuple[int, ...]) -> None:
