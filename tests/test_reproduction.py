@@ -76,10 +76,6 @@ def test_accuracies_of_the_readme_are_of_the_files():
         for arm in arms:
             yield 100 * np.mean([r["test_accuracy"] for r in rows if r["arm"] == arm])
 
-    plain, uhop = accuracies("cifar_paper", "MHM", "MHM + U-Hop")
-    assert f"MHM {plain:.1f} ± 0.5 % and MHM + U-Hop {uhop:.1f} ± 1.0 %" in text
-    controls = list(accuracies("cifar_controls", *studies.CONTROLS))
-    assert "give {:.1f}, {:.1f} and {:.1f} %".format(*controls) in text
     plain, uhop = accuracies("patches", "MHM", "MHM + U-Hop")
     assert f"{plain:.1f} % without and {uhop:.1f} % with U-Hop" in text
     controls = list(accuracies("patches", *studies.CONTROLS))
@@ -302,7 +298,8 @@ def arms(**means):
     """Three seeds of each arm, a thousandth apart."""
     return [
         {"data": "cifar10", "size": 0, "arm": arm, "parameters": 10}
-        | {"test_accuracy": mean + 0.001 * seed, "max_train_accuracy": mean}
+        | {"test_accuracy": mean + 0.001 * seed, "max_train_accuracy": 0.99}
+        | {"train_accuracy": mean + 0.1 + 0.001 * seed}
         for arm, mean in means.items()
         for seed in (0, 1, 2)
     ]
@@ -336,7 +333,7 @@ def test_gains_by_sample_size():
     def rows(*gains):
         for size, gain in zip((1000, 5000, 0), gains, strict=True):
             for row in arms(**{"MHM": 0.5, RELEASED: 0.5 + gain}):
-                yield row | {"size": size, "max_train_accuracy": row["test_accuracy"]}
+                yield row | {"size": size}
 
     grown = learning_claims.grows({"x": list(rows(0.0, 0.02, 0.05))})
     assert grown.verdict == HOLDS and "all: +5.00" in grown.reference
