@@ -237,7 +237,9 @@ def _accuracy(data: str, model: str, stated: paper.Accuracy, column: int) -> Cla
         rule += "the classes partly at most"
     if column == 0:
         rule += f"; {LAST_EPOCH}"
-    arms = f'\'("{"MHM" if single else model}","{learning.RELEASED}")\''
+    base = "MHM" if single else model
+    other = learning.RELEASED if base == "MHM" else f"{base} + U-Hop"
+    arms = f'\'("{base}","{other}")\''
     return Claim(
         ("tab:img-cls",),
         f"{shown}, {model}, {name} accuracy {stated.plain[column]} %, with U-Hop "
