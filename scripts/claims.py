@@ -37,6 +37,8 @@ class Claim(NamedTuple):
       judge: makes the row from those that exist.
       rule: how the verdict follows from the numbers.
       missing: why it is not tested, and what that would cost.
+      beside: those of the studies that stand beside and decide nothing.
+      part: which files of the studies it reads: "" for `NAME.csv`, or an ending.
     """
 
     labels: tuple[str, ...]
@@ -45,18 +47,22 @@ class Claim(NamedTuple):
     judge: Callable[[Results], Judged]
     rule: str
     missing: str = ""
+    beside: tuple[str, ...] = ()
+    part: str = ""
 
 
 def judged(claim: Claim, results: Results) -> Judged:
     """The row's numbers, or that it is not tested.
 
-    With a study missing a claim neither holds nor fails: part of the evidence is out.
+    With a study missing a claim neither holds nor fails, since part of the evidence is
+    out, unless that study decides nothing.
     """
-    there = {name: results[name] for name in claim.studies if results.get(name)}
+    files = {name: results.get(name + claim.part) for name in claim.studies}
+    there = {name: rows for name, rows in files.items() if rows}
     if not there:
         return Judged()
     found = claim.judge(there)
-    if len(there) < len(claim.studies):
+    if files.keys() - there.keys() - set(claim.beside):
         less = {HOLDS: PARTLY, FAILS: UNDECIDED, NOT_AS_STATED: UNDECIDED}
         return found._replace(verdict=less.get(found.verdict, found.verdict))
     return found

@@ -13,26 +13,36 @@ from typing import Any
 import corrections
 import provenance
 import theorems
-from studies import STUDIES
+from studies import CURVES, STUDIES
 
 from uhop_jax import records
 from uhop_jax.command_line import load_config
+from uhop_jax.training.application import slug
+from uhop_jax.training.vision import Cell
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 WORK = ROOT / "results" / "reproduction"
 THEOREMS, CORRECTED = "theorems", "corrected"  # computed here, not by a study
 KNOWN = (*STUDIES, THEOREMS, CORRECTED)
+CURVE = ("train_accuracy", "test_accuracy", "train_loss", "test_loss")
 LARGEST = 400_000  # bytes of a figure that is kept
 AFFORDABLE = 30  # minutes of a study that is run without being named
 
 
-def read(name: str) -> list[dict[str, Any]]:
+def read(name: str, part: str = "") -> list[dict[str, Any]]:
     """The rows of a result file, numbers as numbers.
 
     There are none if the file is missing, or is of another command than the study's.
+    `part`: "_curves" for those of every epoch.
     """
-    return [] if other_than_asked(name) else rows_of(name)
+    return [] if other_than_asked(name) else rows_of(name + part)
+
+
+def all_results() -> dict[str, list[dict[str, Any]]]:
+    """The rows of all studies, and of their curves as `NAME_curves`."""
+    curves = {f"{name}_curves": read(name, "_curves") for name in CURVES}
+    return {name: read(name) for name in STUDIES} | curves
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -40,8 +50,12 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     path = RESULTS / f"{name}.csv"
     if not path.exists():
         return []
+    return [{k: _value(v) for k, v in row.items()} for row in _rows(path)]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
-        return [{k: _value(v) for k, v in row.items()} for row in csv.DictReader(file)]
+        return list(csv.DictReader(file))
 
 
 def _value(text: str) -> Any:
@@ -165,6 +179,29 @@ def keep(name: str, workdir: Path) -> None:
     config = json.loads((workdir / "config.json").read_text())
     config["data"].pop("dir", None)
     (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
-    figure = workdir / "figure.png"
-    if figure.exists() and figure.stat().st_size < LARGEST:
-        shutil.copy(figure, RESULTS / f"{name}.png")
+    names = {"figure.png": f"{name}.png"}
+    if name in CURVES:
+        names["curves.png"] = f"{name}_curves.png"
+        records.write_csv(RESULTS / f"{name}_curves.csv", curves(workdir))
+    for figure, kept in names.items():
+        path = workdir / figure
+        if path.exists() and path.stat().st_size < LARGEST:
+            shutil.copy(path, RESULTS / kept)
+
+
+def curves(workdir: Path) -> list[dict[str, Any]]:
+    """Accuracies and losses after every epoch of a study's runs, four digits of each.
+
+    The epochs of Stage I, which have none, are left out.
+    """
+    kept = []
+    for row in _rows(workdir / "results.csv"):
+        cell = Cell(row["arm"], int(row["size"]), int(row["patch"]))
+        about = {"data": row["data"], "arm": cell.arm, "size": cell.size}
+        run = workdir / slug(cell.title)
+        for epoch in _rows((run if run.is_dir() else workdir) / "metrics.csv"):
+            if (epoch["phase"], epoch["seed"]) == ("task", row["seed"]):
+                numbers = {key: f"{float(epoch[key]):.4g}" for key in CURVE}
+                where = {"seed": row["seed"], "epoch": epoch["epoch"]}
+                kept.append(about | where | numbers)
+    return kept

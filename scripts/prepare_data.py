@@ -8,7 +8,10 @@ writes into DIRECTORY what a download would have written:
 - `cifar10` and `cifar100` from lossless pictures of 32 x 32 tiles, row by row
   (`cifar10_train_1.webp` to `_5`, `cifar10_test.webp`, `cifar100_test.webp`), with the
   labels in `NAME_labels.npz` (arrays `train` and `test`). Coarse labels of CIFAR-100,
-  which those files lack, are all 0.
+  which those files lack, are all 0;
+- `tiny_imagenet` from `tiny_imagenet_20.npz`, the JPEG files of 20 of its 200 classes:
+  the same files, byte for byte, in the folders of the original, whose `wnids.txt` and
+  `words.txt` name those classes alone.
 
 It needs `pip install -e '.[data]'`.
 """
@@ -77,6 +80,46 @@ def prepare_cifar(
     builder.download_and_prepare(download_config=config)
 
 
+def prepare_tiny_imagenet(source: Path, directory: Path, limit: int | None) -> None:
+    """Writes the folders of Tiny ImageNet, of the classes that there are.
+
+    Raises:
+      ValueError: if the folder lacks the file.
+    """
+    path = source / "tiny_imagenet_20.npz"
+    if not path.exists():
+        raise ValueError(f"{source} lacks {path.name} of tiny_imagenet")
+    with np.load(path) as file:
+        arrays = dict(file)
+    root = directory / "tiny_imagenet" / "tiny-imagenet-200"
+    wnids, names = arrays["wnids"].tolist(), arrays["names"].tolist()
+    notes = []
+    for wnid, number, picture in jpegs(arrays, "train", limit):
+        place = root / "train" / wnid / "images"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{wnid}_{number}.JPEG").write_bytes(picture)
+    (root / "val" / "images").mkdir(parents=True, exist_ok=True)
+    for wnid, number, picture in jpegs(arrays, "val", limit):
+        (root / "val" / "images" / f"val_{number}.JPEG").write_bytes(picture)
+        notes.append(f"val_{number}.JPEG\t{wnid}\n")
+    (root / "val" / "val_annotations.txt").write_text("".join(notes))
+    words = [f"{wnid}\t{name}\n" for wnid, name in zip(wnids, names, strict=True)]
+    (root / "words.txt").write_text("".join(words))
+    # Last, since it says that the set is there.
+    (root / "wnids.txt").write_text("\n".join(wnids) + "\n")
+
+
+def jpegs(
+    arrays: dict[str, np.ndarray], split: str, limit: int | None
+) -> Iterator[tuple[str, int, bytes]]:
+    """Class, number and bytes of the pictures of a split."""
+    ends, whole = arrays[f"{split}_offset"], arrays[f"{split}_jpeg"]
+    labels, numbers = arrays[f"{split}_label"], arrays[f"{split}_number"]
+    for index in range(len(labels))[:limit]:
+        picture = whole[ends[index] : ends[index + 1]].tobytes()
+        yield str(arrays["wnids"][labels[index]]), int(numbers[index]), picture
+
+
 def main() -> None:
     """Prepares the sets that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -89,6 +132,10 @@ def main() -> None:
         if name == "mnist":
             place, limit = arguments.source, arguments.limit
             data.prepare(name, arguments.directory, source=place, limit=limit)
+        elif name == "tiny_imagenet":
+            prepare_tiny_imagenet(
+                arguments.source, arguments.directory, arguments.limit
+            )
         else:
             prepare_cifar(name, arguments.source, arguments.directory, arguments.limit)
 

@@ -226,3 +226,7 @@ LEARNING = {
 }
 
 STUDIES = RETRIEVAL | LEARNING
+# Those of which accuracies and losses after every epoch are kept.
+CURVES = tuple(
+    name for name in LEARNING if name.startswith("express") or name.endswith("_table")
+)

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import compare_reference
+import learning_claims as learning
 import numpy as np
-from files import RESULTS, rows_of
+from files import RESULTS, all_results, read, rows_of
+
+from uhop_jax import paper
 
 README = Path(__file__).parent.parent / "README.md"
 FOUND = ("calibrated", "limit")  # the other methods of these files are fixed
@@ -31,6 +34,13 @@ AGREEMENT = (
     ("noise, MNIST", "reference_noise_mnist"),
     ("noise, CIFAR-10", "reference_noise_cifar"),
 )
+ARMS = {
+    "MHM": "MHM",
+    "MHM + U-Hop as released": learning.RELEASED,
+    "the same layer without Stage I": learning.WITHOUT,
+    "MHM of matched size": "MHM, matched size",
+}
+NAMES = {arm: title for title, arm in ARMS.items()}
 
 
 def with_error(sample: Sequence[float]) -> str:
@@ -93,10 +103,52 @@ def agreement() -> str:
     return "\n".join(text)
 
 
+def images() -> str:
+    """Accuracies of the arms of the image table, and those that the paper states."""
+    head = [
+        f"{data}, {part}"
+        for data in ("CIFAR-10", "CIFAR-100")
+        for part in ("training", "test")
+    ]
+    text = [line("per cent", *head), "|---" * (1 + len(head)) + "|"]
+    for title, arm in ARMS.items():
+        cells = []
+        for data in ("cifar10", "cifar100"):
+            rows, stated = read(f"{data}_table"), paper.ACCURACIES[data, "MHM"]
+            printed = {"MHM": stated.plain, learning.RELEASED: stated.uhop}.get(arm)
+            for column, value in enumerate((learning.TRAINING, learning.TEST)):
+                sample = [100 * x for x in learning.sample(rows, arm, value)]
+                cell = with_error(sample) if len(sample) > 1 else "-"
+                cells.append(cell + (f" ({printed[column]})" if printed else ""))
+        text.append(line(title, *cells))
+    return "\n".join(text)
+
+
+def vision_reference() -> str:
+    """Accuracies of the released image code beside those of this library."""
+    found = {row[:4]: row for row in learning.agreement(all_results())}
+    parts = ("training", "test")
+    head = ["CIFAR-10, per cent"]
+    for part in parts:
+        head += [f"{part}: released code", "this library", "z"]
+    text = [line(*head), "|---" * len(head) + "|"]
+    for (data, size, arm), official in learning.official_runs().items():
+        number = f"{size:,}" if size else "all"
+        cells = [f"{number} images, {NAMES[arm]}"]
+        for part in parts:
+            row = found.get((data, size, arm, part))
+            cells.append(learning.official_accuracy(official, part))
+            cells += [row.measured, f"{row.z:+.1f}"] if row else ["-", "-"]
+        text.append(line(*cells))
+    return "\n".join(text)
+
+
 TABLES = {
     "agreement": agreement,
     "grid": lambda: comparison("grid", 500, GRID, True),
     "dependent": lambda: comparison("dependent", 100, DEPENDENT, False),
+    "images": images,
+    "vision_reference": vision_reference,
 }
 
 

@@ -12,7 +12,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from conftest import LIMIT, SHARED
+from conftest import LIMIT, ROOT, SHARED
 from PIL import Image
 
 from uhop_jax import data
@@ -114,6 +114,41 @@ def test_tiny_imagenet_is_read_from_its_folder(tmp_path):
     (root / "train" / "n02" / "images" / "n02_0.JPEG").write_bytes(b"no picture")
     with pytest.raises(ValueError, match="n02_0.JPEG is missing, truncated or no"):
         data.images("tiny_imagenet", directory=tmp_path)
+
+
+def test_twenty_classes_of_tiny_imagenet_are_prepared(tmp_path):
+    path = SHARED / "tiny_imagenet_20.npz"
+    script = ROOT / "scripts" / "prepare_data.py"
+    if not path.exists():
+        pytest.skip(f"needs the raw Tiny ImageNet file {path}")
+
+    def prepare(source):
+        command = [sys.executable, str(script), str(source), str(tmp_path)]
+        command.append("tiny_imagenet")
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert "lacks tiny_imagenet_20.npz of tiny_imagenet" in prepare(tmp_path).stderr
+    result = prepare(SHARED)
+    assert not result.returncode, result.stderr[-2000:]
+    with np.load(path) as file:
+        raw = dict(file)
+    for split, part, number in (("train", "train", 500), ("test", "val", 50)):
+        images = data.images("tiny_imagenet", split=split, directory=tmp_path)
+        assert np.bincount(images.labels).tolist() == [number] * 20
+        ends = raw[f"{part}_offset"]
+        decoded = {}
+        for index in range(0, len(ends) - 1, 97):
+            stored = raw[f"{part}_jpeg"][ends[index] : ends[index + 1]].tobytes()
+            picture = np.asarray(Image.open(io.BytesIO(stored)).convert("RGB"))
+            decoded[picture.tobytes()] = raw[f"{part}_label"][index]
+        loaded = zip(images.raw, images.labels, strict=True)
+        labels = {x.tobytes(): label for x, label in loaded}
+        for picture, label in decoded.items():
+            assert labels[picture] == label
+    root = tmp_path / "tiny_imagenet" / "tiny-imagenet-200"
+    assert (root / "wnids.txt").read_text().split() == raw["wnids"].tolist()
+    words = (root / "words.txt").read_text().splitlines()
+    assert [line.split("\t")[1] for line in words] == raw["names"].tolist()
 
 
 def test_digits_are_real_and_complete():

@@ -59,6 +59,20 @@ def test_files_depend_on_what_their_command_imports():
         assert provenance.path_of(module), f"{module} is no longer there"
 
 
+def test_studies_of_softmax_alone_do_not_depend_on_entmax():
+    kinds = {name: files.kind(name) for name in files.STUDIES}
+    alone = {name for name, kind in kinds.items() if kind == "vision, softmax"}
+    assert {"cifar10_table", "cifar100_bilevel", "expressiveness_cifar10"} <= alone
+    assert kinds["tiny20"] == kinds["patches"] == "vision"  # sparse and entmax arms
+    # Without arms the defaults of the config, which has sparse ones, are trained.
+    command = "train.py --config=configs/vision.py:cifar10"
+    assert provenance.kind_of(command) == "vision"
+    arms = """--config.arms='("MHM",)'"""
+    assert provenance.kind_of(f"{command} {arms}") == "vision, softmax"
+    softmax, every = map(provenance.modules_of, ("vision, softmax", "vision"))
+    assert set(every) - set(softmax) == set(provenance.ENTMAX_ALONE)
+
+
 def test_a_changed_module_makes_a_file_stale():
     versions = provenance.versions("vision")
     assert not provenance.why_stale({"modules": versions}, "vision")
@@ -82,7 +96,7 @@ def test_all_that_is_missing_or_stale_is_run_if_affordable(
 ):
     ran = []
     monkeypatch.setattr(files, "run", lambda name, data: ran.append(name))
-    monkeypatch.setattr(files, "missing", lambda: ["grid_mnist", "cifar10_table"])
+    monkeypatch.setattr(files, "missing", lambda: ["grid_mnist", "tiny20"])
     monkeypatch.setattr(files, "stale", lambda: {"theorems": ["not recorded"]})
     monkeypatch.setattr(provenance, "uncommitted", lambda: [])
     monkeypatch.setattr(reproduction, "REPORT", tmp_path / "page.md")
@@ -91,7 +105,7 @@ def test_all_that_is_missing_or_stale_is_run_if_affordable(
     monkeypatch.setattr(sys, "argv", ["reproduction.py", "--run"])
     reproduction.main()
     assert ran == ["grid_mnist", "theorems"]
-    assert "since they are long: cifar10_table" in capsys.readouterr().out
+    assert "since they are long: tiny20" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["reproduction.py", "--stale"])
     reproduction.main()
     assert capsys.readouterr().out == "theorems: not recorded\n"

@@ -24,7 +24,6 @@ import tables  # noqa: E402
 import theorems  # noqa: E402
 import verdicts  # noqa: E402
 from rows import CLAIMS, SETTINGS  # noqa: E402
-from studies import RELEASED  # noqa: E402
 from verdicts import (  # noqa: E402
     FAILS,
     HOLDS,
@@ -76,10 +75,6 @@ def test_accuracies_of_the_readme_are_of_the_files():
         for arm in arms:
             yield 100 * np.mean([r["test_accuracy"] for r in rows if r["arm"] == arm])
 
-    plain, uhop = accuracies("cifar_paper", "MHM", "MHM + U-Hop")
-    assert f"MHM {plain:.1f} ± 0.5 % and MHM + U-Hop {uhop:.1f} ± 1.0 %" in text
-    controls = list(accuracies("cifar_controls", *studies.CONTROLS))
-    assert "give {:.1f}, {:.1f} and {:.1f} %".format(*controls) in text
     plain, uhop = accuracies("patches", "MHM", "MHM + U-Hop")
     assert f"{plain:.1f} % without and {uhop:.1f} % with U-Hop" in text
     controls = list(accuracies("patches", *studies.CONTROLS))
@@ -296,79 +291,6 @@ def test_the_margin_after_one_step(first, mean, verdict):
             about |= {"corruption": "mask", "level": 0.5, "method": name}
             rows.append(about | {"setting": setting, "run": 0, "error": error})
     assert retrieval_claims.single_step({"a": rows}).verdict == verdict
-
-
-def arms(**means):
-    """Three seeds of each arm, a thousandth apart."""
-    return [
-        {"data": "cifar10", "size": 0, "arm": arm, "parameters": 10}
-        | {"test_accuracy": mean + 0.001 * seed, "max_train_accuracy": mean}
-        for arm, mean in means.items()
-        for seed in (0, 1, 2)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("without", "verdict"),
-    [(0.50, HOLDS), (0.53, PARTLY), (0.55, FAILS), (0.551, FAILS)],
-)
-def test_a_gain_is_stage_ones_if_it_goes_without_it(without, verdict):
-    names = {"MHM": 0.5, RELEASED: 0.55, f"{RELEASED}, no Stage I": without}
-    found = learning_claims.work_of_stage_one({"cifar10_table": arms(**names)})
-    assert found.verdict == verdict and "over MHM +5.00 ± " in found.reference
-    del names[f"{RELEASED}, no Stage I"]
-    rows = arms(**names)
-    assert learning_claims.work_of_stage_one({"x": rows}).verdict == UNTESTED
-
-
-def test_the_image_table_is_judged_by_the_released_model():
-    judge = learning_claims.accuracy("cifar10", "Sparse MHM", 1)
-    rows = arms(**{"MHM": 0.51, RELEASED: 0.545, "MHM + U-Hop": 0.50})
-    found = judge({"cifar10_table": rows})
-    assert found.verdict == HOLDS and "gain -1.00" in found.paper
-    tiny = learning_claims.accuracy("tiny_imagenet", "MHM", 1)
-    assert tiny({"tiny20": rows}).verdict == PARTLY  # 20 of its classes
-    only = learning_claims.accuracy("cifar10", "MHM", 1)
-    assert only({"cifar10_table": rows[:3]}).verdict == UNTESTED
-
-
-def test_gains_by_sample_size():
-    def rows(*gains):
-        for size, gain in zip((1000, 5000, 0), gains, strict=True):
-            for row in arms(**{"MHM": 0.5, RELEASED: 0.5 + gain}):
-                yield row | {"size": size, "max_train_accuracy": row["test_accuracy"]}
-
-    grown = learning_claims.grows({"x": list(rows(0.0, 0.02, 0.05))})
-    assert grown.verdict == HOLDS and "all: +5.00" in grown.reference
-    assert learning_claims.grows({"x": list(rows(0.05, 0.05, 0.05))}).verdict == PARTLY
-    judge = learning_claims.by_size("test_accuracy")
-    assert judge({"x": list(rows(0.0, 0.02, 0.05))}).verdict == HOLDS
-    assert judge({"x": list(rows(-0.02, 0.02, 0.05))}).verdict == PARTLY
-    assert judge({"x": list(rows(-0.02, -0.02, -0.05))}).verdict == FAILS
-
-
-def test_agreement_with_the_released_image_code():
-    rows = arms(**{"MHM": 0.512}) + [{"data": "x", "arm": "MHM", "size": 0}]
-    training, test = learning_claims.agreement({"cifar10_table": rows[:3]})
-    assert test.official == "51.31 (1 seed)" and test.measured.startswith("51.3")
-    assert abs(test.z) < 1 and training.where.endswith("MHM, training")
-
-
-def test_forecasts_wait_for_their_file():
-    judge = learning_claims.forecast("etth1", 96)
-    row = {"data": "etth1", "horizon": 96, "window": 168, "validation_loss": 0.3}
-    row["test_mae"] = 0.4
-    rows = [
-        row | {"arm": arm, "test_mse": 0.39 + 0.001 * seed - 0.02 * (arm != "GSH")}
-        for arm in ("GSH", "GSH + U-Hop")
-        for seed in (0, 1, 2)
-    ]
-    assert judge({"etth1": rows}).verdict == PARTLY  # MSE lower, MAE the same
-    assert judge({"etth1": rows[::3]}).verdict == UNDECIDED  # one seed
-    assert judge({"etth1": rows[:3]}).verdict == UNTESTED
-    # Another window, which validation does not choose.
-    longer = {"window": 336, "validation_loss": 0.31, "test_mse": 9.0}
-    assert judge({"etth1": [r | longer for r in rows] + rows}) == judge({"etth1": rows})
 
 
 @pytest.mark.parametrize(
