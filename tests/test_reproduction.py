@@ -19,7 +19,6 @@ import files  # noqa: E402
 import learning_claims  # noqa: E402
 import reproduction  # noqa: E402
 import retrieval_claims  # noqa: E402
-import studies  # noqa: E402
 import tables  # noqa: E402
 import theorems  # noqa: E402
 import verdicts  # noqa: E402
@@ -65,20 +64,6 @@ def test_tables_of_the_readme_are_of_the_files():
         tables.written("no marks")
     changed = README.replace("| mask 50 % | cosine ", "| mask 50 % | cosine 1")
     assert changed != README and tables.written(changed) == README
-
-
-def test_accuracies_of_the_readme_are_of_the_files():
-    text = " ".join(README.split())
-
-    def accuracies(study, *arms):
-        rows = files.rows_of(study)
-        for arm in arms:
-            yield 100 * np.mean([r["test_accuracy"] for r in rows if r["arm"] == arm])
-
-    plain, uhop = accuracies("patches", "MHM", "MHM + U-Hop")
-    assert f"{plain:.1f} % without and {uhop:.1f} % with U-Hop" in text
-    controls = list(accuracies("patches", *studies.CONTROLS))
-    assert f"between {min(controls):.1f} and {max(controls):.1f}" in text
 
 
 def test_every_row_has_a_verdict_and_every_label_a_row():
