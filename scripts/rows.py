@@ -128,8 +128,10 @@ def _retrieval() -> list[Claim]:
                 (f"scatter_{data}_paper", f"scatter_{data}_fair"),
                 retrieval.correlation,
                 "Spearman correlation over all runs of the paper's design, in which "
-                "half of the runs climb; columns, for it from 0.7 on, against it below "
-                "0.3",
+                "half of the runs climb; for it from 0.7 on, against it below 0.3; the "
+                "fair column, in which no run climbs and each has its own best beta, "
+                "stands beside",
+                beside=(f"scatter_{data}_fair",),
             )
         )
     for data, name in NAMES.items():

@@ -287,3 +287,23 @@ def test_exact_cases_are_those_of_the_file(check):
         theorems.Finding(**row) for name in names for row in reproduction.read(name)
     ]
     assert check() in kept
+
+
+@pytest.mark.parametrize(
+    ("protocol", "slope", "verdict"),
+    [
+        ("paper", 1, verdicts.HOLDS),
+        ("paper", -1, verdicts.FAILS),
+        ("fair", -1, verdicts.UNTESTED),
+    ],
+)
+def test_the_scatter_is_judged_in_the_design_of_the_paper(protocol, slope, verdict):
+    loss = np.linspace(-3, -1, 40)
+    rows = {
+        name: [
+            {"protocol": name, "loss": x, "error": sign * x, "rate": (-1) ** i}
+            for i, x in enumerate(loss)
+        ]
+        for name, sign in ((protocol, slope), ("fair", -1))
+    }
+    assert retrieval_claims.correlation(rows).verdict == verdict
