@@ -925,7 +925,7 @@ def test_any_inverse_temperature(separation, scale):
         assert_close(found.state / scale, expected @ rows)
     fixed = converge(memories, query, **options)
     path = trajectory(memories, query, steps=2, **options)
-    assert jnp.isfinite(fixed.state).all() and jnp.isfinite(path.states).all()
+    assert jnp.isfinite(fixed.pattern).all() and jnp.isfinite(path.patterns).all()
     if fixed.energy is not None:
         assert jnp.isfinite(fixed.energy).all() and jnp.isfinite(path.energies).all()
         top = overlaps.max(-1)
