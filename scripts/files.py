@@ -148,7 +148,8 @@ def affordable(name: str) -> bool:
 def run(name: str, data: str) -> None:
     """Runs a study, or goes on with it, and keeps its results.
 
-    What other code or another command has begun is begun anew.
+    What other code or another command has begun is begun anew; what the same code has
+    begun keeps the commit that it was begun by.
     """
     here = f"scripts/reproduction.py --run {name}"
     command = STUDIES[name].command if name in STUDIES else here
@@ -157,7 +158,9 @@ def run(name: str, data: str) -> None:
         workdir = WORK / name
         begun = provenance.read(workdir / "made_by.json")
         same = [begun.get(k) == record[k] for k in ("modules", "command")]
-        if workdir.exists() and not all(same):
+        if all(same):
+            record = begun
+        elif workdir.exists():
             print(f"{name}: begun by other code or another command, begins anew")
             shutil.rmtree(workdir)
         workdir.mkdir(parents=True, exist_ok=True)

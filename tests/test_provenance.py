@@ -115,11 +115,15 @@ def test_what_other_code_has_begun_is_begun_anew(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(files, "WORK", tmp_path / "work")
     monkeypatch.setattr(files, "RESULTS", tmp_path / "results")
     workdir = tmp_path / "work" / "grid_mnist"
-    versions = {"uhop_jax.losses": "1"}
+    versions, commits = {"uhop_jax.losses": "1"}, iter("abc")
     monkeypatch.setattr(
         provenance,
         "made_now",
-        lambda kind, command: {"commit": "c", "command": command, "modules": versions},
+        lambda kind, command: {
+            "commit": next(commits),
+            "command": command,
+            "modules": dict(versions),
+        },
     )
 
     def study(command, cwd, check):
@@ -133,11 +137,13 @@ def test_what_other_code_has_begun_is_begun_anew(monkeypatch, tmp_path, capsys):
     half = workdir / "half_done"
     half.touch()
     files.run("grid_mnist", "d")
-    assert half.exists()  # the same code goes on
+    assert half.exists()  # the same code goes on, under the commit that began
+    assert files.made_by("grid_mnist")["commit"] == "a"
     versions["uhop_jax.losses"] = "2"
     capsys.readouterr()
     files.run("grid_mnist", "d")
     assert not half.exists() and "begins anew" in capsys.readouterr().out
+    assert files.made_by("grid_mnist")["commit"] == "c"
     assert json.loads((tmp_path / "results" / "grid_mnist.json").read_text()) == {
         "data": {"name": "x"}
     }
