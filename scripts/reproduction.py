@@ -203,7 +203,7 @@ def _line(*cells: str) -> str:
 
 
 def main() -> None:
-    """Does what is asked for, then writes the page and the tables of the README."""
+    """Does what is asked for, then writes the page and the tables of the others."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--run", nargs="*", metavar="NAME", help="none: what is missing or stale"
@@ -231,7 +231,7 @@ def main() -> None:
     for name in names:
         files.run(name, arguments.data)
     REPORT.write_text(report())
-    tables.README.write_text(tables.written(tables.README.read_text()))
+    tables.write()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Tables of the README, written between their marks from result files."""
+"""Tables of the README and the docs, written between their marks from result files."""
 
+import csv
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from files import RESULTS, all_results, read, rows_of
 
 from uhop_jax import paper
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 FOUND = ("calibrated", "limit")  # the other methods of these files are fixed
 GRID = (
     ("mask 50 %", "mask", 0.5),
@@ -41,6 +42,60 @@ ARMS = {
     "MHM of matched size": "MHM, matched size",
 }
 NAMES = {arm: title for title, arm in ARMS.items()}
+_ROWS = "value and gradient, (256, 10000) float32"
+_LAYER = "8 heads, 256 wide, float32"
+SPEED: dict[str, tuple[str, str, dict[str, str]]] = {
+    "sparsemax with gradient, 256 rows of 10,000": (
+        f"sparsemax, {_ROWS}",
+        "uhop_jax",
+        {
+            "Optax": "Optax projection_simplex",
+            "JAXopt": "JAXopt projection_simplex",
+            "PyTorch": "PyTorch entmax",
+        },
+    ),
+    "entmax 1.5 with gradient, 256 rows of 10,000": (
+        f"entmax 1.5, {_ROWS}",
+        "uhop_jax",
+        {"PyTorch": "PyTorch entmax"},
+    ),
+    "Stage I, 100 steps, 100 patterns of 784": (
+        "Stage I, 100 steps, M = 100, d = D = 784, float32",
+        "gram",
+        {"Optax": "Optax on W", "PyTorch": "PyTorch loop on W"},
+    ),
+    "Stage I, 100 steps, 100 patterns of 3,072": (
+        "Stage I, 100 steps, M = 100, d = D = 3072, float32",
+        "gram",
+        {"Optax": "Optax on W", "PyTorch": "PyTorch loop on W"},
+    ),
+    "retrieval, softmax, 256 queries, 10,000 memories of 256": (
+        "retrieval, M = 10000, d = 256, 256 queries, float32",
+        "dot, softmax",
+        {"PyTorch": "PyTorch, dot, softmax"},
+    ),
+    "layer with gradient, softmax, 8 x 128 tokens": (
+        f"layer step, 8 x 128 tokens, {_LAYER}",
+        "Hopfield, softmax",
+        {
+            "Flax": "nnx.MultiHeadAttention",
+            "PyTorch": "PyTorch scaled_dot_product_attention",
+        },
+    ),
+    "layer with gradient, softmax, 4 x 512 tokens": (
+        f"layer step, 4 x 512 tokens, {_LAYER}",
+        "Hopfield, softmax",
+        {
+            "Flax": "nnx.MultiHeadAttention",
+            "PyTorch": "PyTorch scaled_dot_product_attention",
+        },
+    ),
+    "STanHop-Net, a step on ETTh1": (
+        "STanHop-Net step, ETTh1, horizon 96, batch 16, float32",
+        "uhop_jax",
+        {"PyTorch": "PyTorch, 20 bisections"},
+    ),
+}
 
 
 def with_error(sample: Sequence[float]) -> str:
@@ -143,25 +198,55 @@ def vision_reference() -> str:
     return "\n".join(text)
 
 
+def speed() -> str:
+    """Times of this library, and how many times as long each peer takes."""
+    with (RESULTS / "benchmarks.csv").open(encoding="utf-8") as file:
+        rows = {(row["comparison"], row["name"]): row for row in csv.DictReader(file)}
+    peers = ("Optax", "JAXopt", "Flax", "PyTorch")
+    head = ["task", "this library", *(f"{peer} takes" for peer in peers)]
+    text = [line(*head), "|---" * len(head) + "|"]
+    for title, (comparison, name, others) in SPEED.items():
+        own = rows[comparison, name]
+        cells = [title, f"{float(own['median_ms']):.3g} ms"]
+        for peer in peers:
+            row = rows.get((comparison, others.get(peer, "")))
+            measured = row is not None and row["ratio"]
+            ratio = float(row["ratio"]) / float(own["ratio"]) if measured else 0.0
+            cells.append(f"{ratio:.3g} times" if measured else "")
+        text.append(line(*cells))
+    return "\n".join(text)
+
+
 TABLES = {
-    "agreement": agreement,
-    "grid": lambda: comparison("grid", 500, GRID, True),
-    "dependent": lambda: comparison("dependent", 100, DEPENDENT, False),
-    "images": images,
-    "vision_reference": vision_reference,
+    "README.md": {
+        "grid": lambda: comparison("grid", 500, GRID, True),
+        "speed": speed,
+    },
+    "docs/experiments.md": {
+        "agreement": agreement,
+        "dependent": lambda: comparison("dependent", 100, DEPENDENT, False),
+    },
+    "docs/training.md": {"images": images, "vision_reference": vision_reference},
 }
 
 
-def written(text: str) -> str:
-    """The README with its tables as the files have them.
+def written(page: str, text: str) -> str:
+    """The text of a page with its tables as the files have them.
 
     Raises:
       ValueError: if a mark is missing.
     """
-    for name, table in TABLES.items():
+    for name, table in TABLES[page].items():
         begin, end = f"<!-- table: {name} -->", f"<!-- end: {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"README.md must have {begin} and {end} once each")
+            raise ValueError(f"{page} must have {begin} and {end} once each")
         block = f"{begin}\n{table()}\n{end}"
         text = re.sub(f"{begin}.*{end}", lambda _, b=block: b, text, flags=re.DOTALL)
     return text
+
+
+def write() -> None:
+    """Writes the tables of every page."""
+    for page in TABLES:
+        path = ROOT / page
+        path.write_text(written(page, path.read_text("utf-8")), encoding="utf-8")

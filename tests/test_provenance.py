@@ -100,8 +100,10 @@ def test_all_that_is_missing_or_stale_is_run_if_affordable(
     monkeypatch.setattr(files, "stale", lambda: {"theorems": ["not recorded"]})
     monkeypatch.setattr(provenance, "uncommitted", lambda: [])
     monkeypatch.setattr(reproduction, "REPORT", tmp_path / "page.md")
-    monkeypatch.setattr(tables, "README", tmp_path / "README.md")
-    tables.README.write_text((ROOT / "README.md").read_text())
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for page in tables.TABLES:
+        (tmp_path / page).write_text((ROOT / page).read_text())
     monkeypatch.setattr(sys, "argv", ["reproduction.py", "--run"])
     reproduction.main()
     assert ran == ["grid_mnist", "theorems"]

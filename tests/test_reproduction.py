@@ -55,15 +55,15 @@ def test_the_page_is_what_the_files_say():
     assert reproduction.REPORT.read_text() == reproduction.report()
 
 
-README = (ROOT / "README.md").read_text()
-
-
-def test_tables_of_the_readme_are_of_the_files():
-    assert tables.written(README) == README
-    with pytest.raises(ValueError, match="must have <!-- table: agreement -->"):
-        tables.written("no marks")
-    changed = README.replace("| mask 50 % | cosine ", "| mask 50 % | cosine 1")
-    assert changed != README and tables.written(changed) == README
+@pytest.mark.parametrize("page", tables.TABLES)
+def test_tables_of_the_pages_are_of_the_files(page):
+    text = (ROOT / page).read_text()
+    assert tables.written(page, text) == text
+    first = next(iter(tables.TABLES[page]))
+    with pytest.raises(ValueError, match=f"must have <!-- table: {first} -->"):
+        tables.written(page, "no marks")
+    changed = text.replace(f"<!-- end: {first} -->", f"1\n<!-- end: {first} -->")
+    assert changed != text and tables.written(page, changed) == text
 
 
 def test_every_row_has_a_verdict_and_every_label_a_row():
