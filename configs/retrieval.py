@@ -3,6 +3,11 @@
     python retrieve.py --config=configs/retrieval.py:VARIANT --config.KEY=VALUE
         --workdir=DIR
 
+For example, the paper's figure of capacity on CIFAR-10, with five memory sets:
+
+    python retrieve.py --config=configs/retrieval.py:capacity
+        --config.data.name=cifar10 --config.runs=5 --workdir=results/capacity
+
 | variant | question | cost on 2 cores, MNIST |
 |---|---|---|
 | `demo` (default) | what does it do? 100 digits, half masked, no download | 1 minute |
@@ -19,7 +24,9 @@
 Every variant runs on any data set: `--config.data.name=mnist`, `cifar10`, `cifar100`,
 `tiny_imagenet`, `synthetic:sphere`, or a path to `.npy`, `.npz` or a folder of images;
 and, but for `query`, under each protocol: `--config.protocol=fair`, `paper` or
-`reference` (see `uhop_jax/experiments/protocols.py`).
+`reference` (see `uhop_jax/experiments/protocols.py`). The keys that people set first
+are `data.name`, `protocol`, `methods`, `memories` and `runs`; of `query`, `data.name`,
+`queries`, `memory` and `corruption`.
 """
 
 import ml_collections
@@ -49,6 +56,10 @@ DEMO = (
     "calibrated",
     "limit",
 )
+PICTURED = ("MHM", "Sparse MHM", "cosine", "U-Hop", "calibrated")
+ALPHAS = (1.0, 1.25, 1.5, 1.75, 2.0)
+RIDGES = (0.1, 1.0, 10.0, 100.0)
+_DATA = {"demo": "digits", "query": "digits"}
 SIZES = (10, 20, 30, 50, 100, 200, 500)  # of memory sets, as in the paper
 STEPS = (1, 10, 20, 50, 100, 200, 500, 1000)  # of Stage I, as in the paper
 NOISE = (0.0, 0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 1.0, 1.2, 1.4, 2.0)  # as in the paper
@@ -66,11 +77,11 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
         )
     config = ml_collections.ConfigDict()
     config.variant = variant
-    config.seed = 0
+    config.seed = 0  # of memory sets, corruptions and starts of kernels
 
     config.data = ml_collections.ConfigDict()
-    config.data.name = "digits" if variant in ("demo", "query") else "mnist"
-    config.data.split = "test"
+    config.data.name = _DATA.get(variant, "mnist")  # a name or a path, as above
+    config.data.split = "test"  # or "train"
     config.data.dir = ""  # of prepared data sets; "" is TFDS's own place
     config.data.limit = 0  # patterns that are loaded; 0 is all
     if variant == "query":
@@ -81,22 +92,20 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.beta = 1.0  # of all methods, in the paper and reference protocols
     config.memories = (100,)  # patterns in a memory set
     config.runs = 20  # memory sets that are scored
-    config.tuning_queries = (
-        200  # on which beta and kernel are chosen, in 3 sets or more
-    )
-    config.calibration_queries = 1000
+    config.tuning_queries = 200  # in 3 other sets or more, to choose beta and kernel
+    config.calibration_queries = 1000  # copies that `calibrate` corrupts
     config.every_setting = False  # keep every N and ridge, not the best alone
     config.images = 6  # rows of the image grid; 0 for none
-    config.pictured = ("MHM", "Sparse MHM", "cosine", "U-Hop", "calibrated")
+    config.pictured = PICTURED  # methods in the image grid
 
     config.corruption = ml_collections.ConfigDict()
-    config.corruption.kinds = ("mask",)
+    config.corruption.kinds = ("mask",)  # one or several of the levels below
     config.corruption.levels = ml_collections.ConfigDict(
         {
             "mask": (0.5,),  # part of the pixels set to zero
-            "known_mask": (0.5,),  # likewise, and the query says which
+            "known_mask": (0.5,),  # part set to zero, and the query says which
             "noise": (0.5,),  # standard deviation of each pixel, then clamped
-            "folded_noise": (0.5,),  # likewise, but negative values come back positive
+            "folded_noise": (0.5,),  # of each pixel; negative values become positive
             "norm_noise": (0.5,),  # Euclidean norm of the noise, then clamped
             "block": (0.25,),  # part of the image under one square
             "blur": (2.0,),  # standard deviation in pixels
@@ -105,14 +114,13 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     )
 
     config.stage_one = ml_collections.ConfigDict()
-    config.stage_one.t = 2.0
+    config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
     # The start and the rate are those of the fair protocol; the others have their own.
     config.stage_one.start = "identity"  # or "gaussian", the paper's
     config.stage_one.rate = 0.03  # in units of the dimension: W moves by rate * d
-    config.stage_one.rates = (1.0,)  # one kernel for each: times the rate above, or in
-    # the paper protocol times the paper's, which is 1
-    config.stage_one.steps = ()  # one kernel for each; none: the paper's, see `resolve`
-    config.stage_one.ridges = (0.1, 1.0, 10.0, 100.0)  # of the closed form, likewise
+    config.stage_one.rates = (1.0,)  # times that rate, or the paper's 1
+    config.stage_one.steps = ()  # N, a kernel each; none is the paper's N
+    config.stage_one.ridges = RIDGES  # of the closed form
 
     levels = config.corruption.levels
     match variant:
@@ -139,7 +147,7 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
             config.stage_one.steps = (200,)  # at most; N is drawn for each run
         case "metastability":
             config.runs = 5
-            config.alphas = (1.0, 1.25, 1.5, 1.75, 2.0)
+            config.alphas = ALPHAS  # of entmax
         case "temperature":
             config.runs = 5
         case "grid":
@@ -155,12 +163,12 @@ def _query(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     config.memory = ""  # a memory saved by an earlier run, in place of data.name
     config.queries = ""  # .npy, .npz or a folder of images
     config.observed = ""  # .npy of booleans, true where a query's component is known
-    config.mapped = ""  # .npy of floats, however large, to retrieve from instead: the
-    # model is then that of the patterns stored, a sample of the file for example
+    # The model is then fitted to the patterns stored, a sample of the file say.
+    config.mapped = ""  # .npy of floats, however large, to retrieve from instead
     config.block = 0  # memories that are held at a time; 0 is all, or by size if mapped
     config.shards = 0  # devices over which the memories are split; 0 is one, unsplit
     config.corruption = ml_collections.ConfigDict()
-    config.corruption.kind = "mask"  # what your queries will look like: see KINDS in
-    config.corruption.level = 0.5  # uhop_jax/experiments/corruptions.py
+    config.corruption.kind = "mask"  # of your queries; the kinds of other variants
+    config.corruption.level = 0.5  # in the units of the kind
     config.images = 6  # queries in the picture
     return config

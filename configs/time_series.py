@@ -1,6 +1,12 @@
 """Forecasting with STanHop-Net, with and without U-Hop: section 4.2, appendix F.
 
     python train.py --config=configs/time_series.py:VARIANT --config.KEY=VALUE
+        --workdir=DIR
+
+For example, your own file, the next 24 steps from the last 96:
+
+    python train.py --config=configs/time_series.py:csv --config.data.name=FILE.csv
+        --config.horizon=24 --config.window=96 --workdir=results/forecast
 
 | variant | question | cost on 2 cores |
 |---|---|---|
@@ -15,10 +21,15 @@ U-Hop` learns kernels in it; `MHM` and `Sparse MHM` are its dense and sparse abl
 Several data sets (with commas between), horizons, windows, arms or seeds make a study:
 one run in a directory each, one table beside the paper's numbers, one figure; what is
 finished is kept. Every table has the forecasts that need no training. All windows are
-tested on the same targets, and the table marks that of the least validation loss.
+tested on the same targets, and the table marks the window of the least validation loss.
+An external memory is read without training ("plug"), or what it adds is trained while
+the model is frozen ("tune"); each is reported beside its model. The keys that people
+set first are `data.name`, `data.columns`, `horizon`, `window`, `arms`, `seeds` and
+`train.epochs`; `predict` continues another file by what a run has trained.
 """
 
 import ml_collections
+from ml_collections.config_dict import placeholder
 
 VARIANTS = ("demo", "etth1", "ettm1", "wth", "windows", "table", "csv")
 ARMS = ("GSH", "GSH + U-Hop", "GSH + untrained kernel", "GSH + kernel by task")
@@ -38,17 +49,15 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.variant = variant
     config.task = "forecasting"
     config.seeds = (0,)  # a run each
-    config.arms = ARMS
+    config.arms = ARMS  # as in docs/forecasting.md
     config.horizon = (96,)  # steps of the forecast, one or several
     config.window = (168,)  # steps of the input, one or several to choose from
 
-    # A memory of past windows for the trained models, each reported beside its model:
-    # "plug" is read without training, "tune" trains what it adds to a frozen model.
-    config.external_memory = ""
+    config.external_memory = ""  # or "plug", "tune": a memory of past windows
     config.bank = 64  # training windows in it, evenly spaced in time
 
     config.data = ml_collections.ConfigDict()
-    config.data.name = variant
+    config.data.name = variant  # or FILE.csv, several with commas between
     config.data.dir = ""  # of the known sets; "" is pooch's own place
     config.data.split = ()  # fractions for training, validation, test; () is the usual
     config.data.columns = ()  # of a csv; () is all
@@ -64,37 +73,37 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.model.scales = 0  # of the encoder; 0 is the paper's, 2 from horizon 336 on
     config.model.merge = 2  # segments that a further scale makes one of
     config.model.size = 256  # of tokens
-    config.model.mlp_size = 512
-    config.model.num_heads = 4
+    config.model.mlp_size = 512  # hidden units
+    config.model.num_heads = 4  # of each layer
     config.model.pooled = 10  # patterns through which series see one another
     config.model.pool_queries = "position"  # or "shared"
-    config.model.dropout = 0.1
+    config.model.dropout = 0.1  # of weights and MLPs
     config.model.alpha = 1.5  # of the arms with entmax
-    # Raw start of the alpha = 1 + sigmoid(raw) of GSH; None draws it from N(0, 1).
-    config.model.alpha_start = ml_collections.config_dict.placeholder(float)
-    config.model.alpha_per_head = False
+    # GSH has alpha = 1 + sigmoid(raw).
+    config.model.alpha_start = placeholder(float)  # raw; None draws it from N(0, 1)
+    config.model.alpha_per_head = False  # an alpha for each head
     config.model.preset = "paper"  # or "released", with the release's oddities
-    config.model.residual_mean = False
+    config.model.residual_mean = False  # add the mean of the window
     config.model.dtype = "float32"  # of the computation; parameters are float32
     config.model.kernel_start = "identity"  # or "random"
 
     config.train = ml_collections.ConfigDict()
     config.train.loss = "mae"  # or "mse"
-    config.train.epochs = 50
+    config.train.epochs = 50  # at most
     config.train.patience = 25  # epochs without a lower validation loss; 0 is no limit
-    config.train.batch_size = 16
-    config.train.learning_rate = 1e-4
+    config.train.batch_size = 16  # windows of a step
+    config.train.learning_rate = 1e-4  # of Adam
     config.train.schedule = "type1"  # or "type2", "constant"
     config.train.clip = 5.0  # of the global norm of the gradient
-    config.train.checkpoint_seconds = 60.0
+    config.train.checkpoint_seconds = 60.0  # between checkpoints
 
     config.stage_one = ml_collections.ConfigDict()
-    config.stage_one.steps = 1  # N_i
+    config.stage_one.steps = 1  # N_i, before each step of the task
     config.stage_one.epochs = 1  # of the arms with warm-up
-    config.stage_one.batch_size = 16  # B_1
-    config.stage_one.rate = 0.1
+    config.stage_one.batch_size = 16  # B_1, windows of a Stage I step
+    config.stage_one.rate = 0.1  # of Stage I
     config.stage_one.loss = "average"  # or "maximum", "deep"
-    config.stage_one.t = 2.0
+    config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
 
     config.eval_only = False  # judge the best checkpoint
     config.predict = ""  # a csv, to be continued by the best checkpoint

@@ -2,20 +2,27 @@
 
     python train.py --config=configs/vision.py:VARIANT --config.KEY=VALUE --workdir=DIR
 
+For example, the released U-Hop beside the plain layer on CIFAR-10, three seeds:
+
+    python train.py --config=configs/vision.py:cifar10 --config.seeds='(0,1,2)'
+        --config.arms='("MHM","MHM + U-Hop, reference")' --workdir=results/cifar10
+
 | variant | question | cost on 2 cores; long: use an accelerator |
 |---|---|---|
 | `digits` (default) | does it run? 8 x 8 digits, U-Hop, no download | 1 minute |
 | `cifar10`, `cifar100` | the paper's table, at its hyperparameters | 3 minutes a seed |
 | `reference` | the released code's runs: 1,000, 5,000 and all images | 30 minutes |
-| `tiny_imagenet` | likewise, three layers | long |
+| `tiny_imagenet` | the paper's table with three layers | long |
 | `expressiveness` | maximum training accuracy against sample size | long |
 | `convergence` | curves for each sample size | long |
-| `patches` | the honest study: patches of 4 and 8, something to attend to | long |
+| `patches` | patches of 4 and 8, so that there is something to attend to | long |
 
 Each trains the arms of `--config.arms` (names in `uhop_jax/training/arms.py`) for all
 `--config.seeds`, on any data set: `--config.data.name=digits`, `mnist`, `cifar10`,
 `cifar100`, `tiny_imagenet`, or a folder with `train/CLASS/` and `test/CLASS/`. Several
 arms, sizes or patches make a study: one run in a directory each, one table, one figure.
+The keys that people set first are `data.name`, `arms`, `seeds`, `sizes`, `train.epochs`
+and `train.batch_size`; `eval_only` and `predict` use what a run has trained.
 Series are forecast by `--config=configs/time_series.py:VARIANT`.
 """
 
@@ -51,21 +58,21 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
     config.variant = variant
     config.task = "vision"
     config.seeds = (0,)  # runs that are trained side by side
-    config.arms = (*PAIRS, *RELEASED, *CONTROLS)
+    config.arms = (*PAIRS, *RELEASED, *CONTROLS)  # see docs/training.md
     config.sizes = (0,)  # training images; 0 is all
     config.patches = (32,)  # sides of a patch, in pixels
 
     config.data = ml_collections.ConfigDict()
-    config.data.name = "cifar10"
+    config.data.name = "cifar10"  # or a folder with train/CLASS/ and test/CLASS/
     config.data.dir = ""  # of prepared data sets; "" is TFDS's own place
     config.data.test_limit = 0  # test images; 0 is all
     config.data.held_out = 0  # training images that judge in place of the test images
-    config.data.on_device = True  # False: streamed
+    config.data.on_device = True  # False: batches are streamed from the host
 
     config.model = ml_collections.ConfigDict()
-    config.model.name = "vih"  # or "transformer"
+    config.model.name = "vih"  # of one layer; or "transformer"
     config.model.size = 512  # of tokens
-    config.model.num_heads = 1
+    config.model.num_heads = 1  # of each layer
     config.model.depth = 3  # blocks of the transformer
     config.model.mlp_size = 0  # of the transformer; 0 is four times the size
     config.model.mlp_dropout = 0.3  # of the transformer, in its MLPs
@@ -78,27 +85,27 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
     config.model.kernel_start = "identity"  # or "random"
 
     config.train = ml_collections.ConfigDict()
-    config.train.epochs = 25
-    config.train.batch_size = 128
-    config.train.learning_rate = 1e-3
+    config.train.epochs = 25  # passes over the training images
+    config.train.batch_size = 128  # images of a step
+    config.train.learning_rate = 1e-3  # of Adam
     config.train.cosine = True  # to zero over the epochs
-    config.train.weight_decay = 0.0
-    config.train.label_smoothing = 0.0
+    config.train.weight_decay = 0.0  # of AdamW
+    config.train.label_smoothing = 0.0  # share of the uniform distribution
     config.train.patience = 0  # epochs without a better test accuracy; 0 is no limit
     config.train.test_train = False  # also judge the training images without dropout
-    config.train.checkpoint_seconds = 60.0
+    config.train.checkpoint_seconds = 60.0  # between checkpoints
 
     config.augment = ml_collections.ConfigDict()
-    config.augment.flip = False
-    config.augment.crop = 0  # pixels
+    config.augment.flip = False  # left to right, half of the images
+    config.augment.crop = 0  # largest shift, in pixels
 
     config.stage_one = ml_collections.ConfigDict()
-    config.stage_one.steps = 1  # N_i
+    config.stage_one.steps = 1  # N_i, before each step of the task
     config.stage_one.epochs = 50  # of the arms with warm-up, and of the reference
-    config.stage_one.batch_size = 200  # B_1
-    config.stage_one.rate = 0.1
+    config.stage_one.batch_size = 200  # B_1, images of a Stage I step
+    config.stage_one.rate = 0.1  # of Stage I
     config.stage_one.loss = "average"  # or "maximum", "deep"
-    config.stage_one.t = 2.0
+    config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
 
     config.eval_only = False  # judge the best checkpoint
     config.predict = ""  # an image or a folder of them, for the best checkpoint

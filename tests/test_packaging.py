@@ -1,6 +1,7 @@
 """What a wheel holds, and that it works outside of the repository."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from uhop_jax import command_line
 from uhop_jax.command_line import config_module, configs, load_config
 
 ROOT = Path(__file__).parent.parent
@@ -70,3 +72,20 @@ def test_commands_find_their_configs_from_anywhere(tmp_path, script):
     printed = call("--help").stdout
     for variant in config_module(config).VARIANTS:
         assert f"`{variant}`" in printed
+    assert f"the variant {config_module(config).get_config().variant}:" in printed
+
+
+@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
+def test_help_explains_every_key_of_every_variant(name, monkeypatch):
+    path = ROOT / "configs" / f"{name}.py"
+    for variant in config_module(name).VARIANTS:
+        monkeypatch.setattr(sys, "argv", ["x", f"--config={path}:{variant}", "--help"])
+        printed = command_line._help(command_line.configs(), "vision")
+        assert printed.startswith(config_module(name).__doc__.rstrip())
+        keys = re.findall(r"^  --config\.(\S+?)=(.*)$", printed, re.MULTILINE)
+        assert len(keys) > 10
+        for key, rest in keys:
+            levels = key.startswith("corruption.levels.")
+            assert levels or re.search(r"  \S", rest), (
+                f"{variant}: {key} needs a comment"
+            )

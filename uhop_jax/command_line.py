@@ -3,8 +3,9 @@
 import importlib.util
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -112,14 +113,14 @@ def run_script(
     """
     values = flags.FLAGS
     shipped = configs()
-    # What `--help` prints: the variants, what they ask and cost.
-    sys.modules["__main__"].__doc__ = config_module(config).__doc__
     sys.argv = [_found(argument, shipped) for argument in sys.argv]
     for argument in sys.argv:
         match = re.fullmatch(r"--?config=(.+\.py)(:.*)?", argument)
         if match and not Path(match[1]).exists():
             names = ", ".join(f"configs/{name}.py" for name in shipped)
             _refuse("", f"no such config file: {match[1]}; there are {names}")
+    if {"--help", "-help", "--helpfull", "-h"} & set(sys.argv):
+        sys.modules["__main__"].__doc__ = _help(shipped, config)
     try:  # a misspelt key fails here, where the config's own flags are made
         config_flags.DEFINE_config_file(
             "config",
@@ -154,6 +155,37 @@ def run_script(
             sys.exit(130)
 
     app.run(main, flags_parser=parse)
+
+
+def _help(shipped: Mapping[str, Path], config: str) -> str:
+    """What `--help` prints: the chosen config's own words, then its keys and values."""
+    variant: tuple[str, ...] = ()
+    for argument in sys.argv:
+        match = re.fullmatch(r"--?config=(.+\.py)(?::(.*))?", argument)
+        names = {path.resolve(): name for name, path in shipped.items()}
+        if match and (name := names.get(Path(match[1]).resolve())):
+            config, variant = name, (match[2],) if match[2] else ()
+    module = config_module(config)
+    values = module.get_config(*variant)
+    source = shipped[config].read_text("utf-8")
+    comments = dict(re.findall(r"^    config\.([\w.]+) = .*  # (.+)$", source, re.M))
+    lines = []
+    for key, value in _flat("", values.to_dict()):
+        if key in ("variant", "task"):  # set by the file and the variant
+            continue
+        text = shlex.quote(str(value).replace("'", '"'))
+        flag = f"  --config.{key}={text}"
+        lines.append(f"{flag:<46}  {comments.get(key, '')}".rstrip())
+    title = f"Keys, with the values of the variant {values.variant}:"
+    return "\n".join([(module.__doc__ or "").rstrip(), "", title, "", *lines])
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _found(argument: str, shipped: Mapping[str, Path]) -> str:
