@@ -168,7 +168,7 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
     module = config_module(config)
     values = module.get_config(*variant)
     source = shipped[config].read_text("utf-8")
-    comments = dict(re.findall(r"^    config\.([\w.]+) = .*  # (.+)$", source, re.M))
+    comments = dict(re.findall(r"^ +config\.([\w.]+) = .*  # (.+)$", source, re.M))
     lines = []
     for key, value in _flat("", values.to_dict()):
         if key in ("variant", "task"):  # set by the file and the variant
