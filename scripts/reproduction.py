@@ -17,7 +17,9 @@ on when asked for again, unless the code has changed; its `results.csv` and
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import claims
 import files
@@ -52,15 +54,15 @@ def report() -> str:
         "it is typed by hand, and each verdict follows from its numbers by the rule of "
         "its row.",
         "",
-        "Errors are sums of squared pixel differences. The three columns are three "
-        "readings of one claim, and a verdict against it needs all of them:",
+        "Errors are sums of squared pixel differences. A claim has three readings, and "
+        "a verdict against it needs all of them:",
         "",
-        "- *Reference*: as the authors' code runs. U-Hop is the model of the released "
+        "- *Reference*: the authors' code. U-Hop is the model of the released "
         "scripts (maximum loss at the rate 10, with N = 100 on MNIST and 500 on "
         "CIFAR-10, of noise with N = 800: of two released scripts the better), judged "
         "beside the baselines as released, whose distances seek the farthest memory "
         "and whose powers are not normalised, and beside the same repaired.",
-        "- *Paper*: as the text has it: average loss, rate 1, beta 1, rows of the "
+        "- *Paper*: the text: average loss, rate 1, beta 1, rows of the "
         "kernel normalised; N = 100 on MNIST, 500 on CIFAR-10, of noise 100 and 200.",
         "- *Fair*: every method at its own beta, and U-Hop at its own N, chosen on "
         "other memories.",
@@ -72,40 +74,44 @@ def report() -> str:
         "interval, elsewhere the standard deviation over sets or seeds, and after a "
         "gain in learning its standard error. Similarities that the paper leaves out "
         "(cosines, squared l2, an untrained kernel) stand beside, and decide no "
-        "verdict. With a study missing that its rule needs, a claim neither holds nor "
-        "fails. The training accuracy of an image classifier is that of the last epoch "
-        "and during it, as in the released code, whose plots take epoch 25 for the "
-        "maximal one.",
+        "verdict. A claim whose rule needs a study that is missing neither holds nor "
+        "fails. The training accuracy of an image classifier is the accuracy of the "
+        "last epoch and during it, as in the released code, whose plots take epoch 25 "
+        "for the maximal one.",
         "",
-        f"*Cells*: {OF_CELLS}. *Columns*: {OF_COLUMNS}.",
+        f"*Cells*: {OF_CELLS}. *Readings*: {OF_COLUMNS}.",
         "",
         f"Experiments: {_counts([found.verdict for _, found in rows])}. Statements: "
         f"{_counts([finding.verdict for finding in statements])}.",
         "",
         "## Experiments",
         "",
-        *_claim_table(rows),
-        "",
+        *_summary("Claim", [(claim.says, found.verdict) for claim, found in rows]),
+        *_evidence("Claim", [_of_claim(*row) for row in rows]),
         "## Statements",
         "",
         "Computed with `uhop_jax.theory` (`python scripts/reproduction.py --run "
         f"{THEOREMS}`).",
         "",
-        *_finding_table(statements),
-        "",
+        *_summary("Statement", [(f.says, f.verdict) for f in statements]),
+        *_evidence("Statement", map(_of_finding, statements)),
         *_agreement_table(results),
         "## What the paper has wrong",
         "",
-        "What the paper or its released code states, the evidence against it, and what "
-        "this library does instead is in the docstrings and on the page of "
-        f"[concepts](concepts.md) (`--run {CORRECTED}`).",
+        "What the paper or its released code states, and the evidence against it "
+        f"(`--run {CORRECTED}`). What this library does instead is in the docstrings "
+        "and on the page of [concepts](concepts.md). The last ones are settings of the "
+        "experiments.",
         "",
-        *_finding_table(corrected),
-        "",
-        "In the settings of its experiments:",
-        "",
-        *_claim_table(settings),
-        "",
+        *_summary(
+            "Correction",
+            [(f.says, f.verdict) for f in corrected]
+            + [(claim.says, found.verdict) for claim, found in settings],
+        ),
+        *_evidence(
+            "Correction",
+            [*map(_of_finding, corrected), *(_of_claim(*row) for row in settings)],
+        ),
         "## Studies",
         "",
         "Each is kept with its config in `docs/results`.",
@@ -165,41 +171,61 @@ def _agreement_table(results: claims.Results) -> list[str]:
     ]
 
 
-def _claim_table(rows: list[tuple[Claim, Judged]]) -> list[str]:
-    text = [
-        "| label | the paper says | studies | reference | paper | fair | verdict "
-        "| rule |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for claim, found in rows:
-        labels = " ".join(f"`{label}`" for label in claim.labels)
-        untested = found.verdict == UNTESTED
-        rule = claim.missing if untested and claim.missing else claim.rule
-        studies = ", ".join(claim.studies) or "-"
-        cells = (labels, claim.says, studies, *found[:3])
-        text.append(_line(*cells, f"**{found.verdict}**", rule))
-    return text
+class Entry(NamedTuple):
+    """What the page says of one claim: `evidence` by reading, dashes left out."""
+
+    says: str
+    labels: Sequence[str]
+    verdict: str
+    evidence: dict[str, str]
 
 
-def _finding_table(findings: list[Finding]) -> list[str]:
-    text = [
-        "| label | the paper says | our numbers | verdict | rule |",
-        "|---|---|---|---|---|",
-    ]
-    for f in findings:
-        text.append(_line(f"`{f.label}`", f.says, f.found, f"**{f.verdict}**", f.rule))
+def _of_claim(claim: Claim, found: Judged) -> Entry:
+    evidence = dict(zip(("Reference", "Paper", "Fair"), found[:3], strict=True))
+    evidence["Rule"] = claim.rule
+    if found.verdict == UNTESTED:
+        run = f"python scripts/reproduction.py --run {' '.join(claim.studies)}"
+        evidence["To test it"] = claim.missing or run
+    evidence["Studies"] = ", ".join(claim.studies)
+    return Entry(claim.says, claim.labels, found.verdict, evidence)
+
+
+def _of_finding(finding: Finding) -> Entry:
+    evidence = {"Numbers": finding.found, "Rule": finding.rule}
+    return Entry(finding.says, [finding.label], finding.verdict, evidence)
+
+
+def _summary(title: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+    """A table of verdicts, each row with a link to its evidence."""
+    text = ["| | the paper says | verdict |", "|---|---|---|"]
+    for n, (says, verdict) in enumerate(rows, 1):
+        link = f"[{n}](#{title.lower()}-{n})"
+        text.append(_line(link, says, f"**{verdict}**"))
+    return [*text, ""]
+
+
+def _evidence(title: str, entries: Iterable[Entry]) -> list[str]:
+    """The evidence of every row, under headings that the summary links to."""
+    text = []
+    for n, entry in enumerate(entries, 1):
+        labels = " ".join(f"`{label}`" for label in entry.labels)
+        text += [f"#### {title} {n}", ""]
+        text += [f"{_safe(entry.says)} ({labels}): **{entry.verdict}**", ""]
+        for name, value in entry.evidence.items():
+            if value and value != "-":
+                text.append(f"- *{name}*: {_safe(value)}")
+        text.append("")
     return text
 
 
 def _line(*cells: str) -> str:
-    def safe(cell: str) -> str:
-        return (
-            cell.replace("||", "\\|\\|").replace("*", "\\*")
-            if "**" not in cell
-            else cell
-        )
+    return "| " + " | ".join(_safe(c).replace("|", "\\|") for c in cells) + " |"
 
-    return "| " + " | ".join(map(safe, cells)) + " |"
+
+def _safe(text: str) -> str:
+    """The text without Markdown of its own, but for code and bold verdicts."""
+    code = "`" in text or text.startswith("**")
+    return text if code else text.replace("*", "\\*").replace("<", "&lt;")
 
 
 def main() -> None:

@@ -45,10 +45,17 @@ fig:tiny-1000 fig:tiny-Full tab:img-cls table:time-series abstract sec:intro
 """.split()
 
 
-def rows_of(page):
-    """Cells of every row of the tables whose verdict is in bold."""
-    lines = [line for line in page.splitlines() if line.startswith("| `")]
-    return [line.strip("| ").split(" | ") for line in lines]
+def entries(page, title):
+    """Label, verdict and evidence of every entry of the page, under its heading."""
+    found = []
+    for text in re.findall(rf"^#### {title} \d+\n(.*?)(?=^#)", page, re.M | re.S):
+        line = text.strip().splitlines()[0]
+        says, labels, verdict = re.match(
+            r"(.*) \((`.*`)\): \*\*(.+)\*\*$", line
+        ).groups()
+        evidence = dict(re.findall(r"^- \*(.+?)\*: (.*)$", text, re.M))
+        found.append((says, labels.replace("`", "").split(), verdict, evidence))
+    return found
 
 
 def test_the_page_is_what_the_files_say():
@@ -67,12 +74,15 @@ def test_tables_of_the_pages_are_of_the_files(page):
 
 
 def test_every_row_has_a_verdict_and_every_label_a_row():
-    rows = rows_of(reproduction.report())
-    for row in rows:
-        assert row[-2].strip("*") in VERDICTS, row
-        if row[-2] == f"**{UNTESTED}**":
-            assert row[-1].strip("- "), row
-    labels = {label.strip("`") for row in rows for label in row[0].split()}
+    page, labels = reproduction.report(), set()
+    for title in ("Claim", "Statement", "Correction"):
+        rows = entries(page, title)
+        links = re.findall(rf"^\| \[(\d+)\]\(#{title.lower()}-\1\)", page, re.M)
+        assert len(links) == len(rows) > 2
+        for _, names, verdict, evidence in rows:
+            assert verdict in VERDICTS and evidence["Rule"]
+            assert verdict != UNTESTED or evidence["To test it"]
+            labels |= set(names)
     assert set(LABELS) <= labels
     for claim in CLAIMS:
         assert claim.studies or claim.missing
@@ -92,25 +102,21 @@ def test_counts_are_those_of_the_rows():
     page = reproduction.report()
     (line,) = [x for x in page.splitlines() if x.startswith("Experiments: ")]
     for title, text in zip(
-        ("## Experiments", "## Statements"), line.split(". Statements: "), strict=True
+        ("Claim", "Statement"), line.split(". Statements: "), strict=True
     ):
-        found = [r[-2].strip("*") for r in rows_of(section(page, title))]
+        found = [verdict for _, _, verdict, _ in entries(page, title)]
         for verdict in VERDICTS:
             number = re.search(rf"(\d+) {verdict}(?=[,.]|$)", text)
             assert found.count(verdict) == (int(number[1]) if number else 0), verdict
-
-
-def section(page, title):
-    return page.split(f"{title}\n")[1].split("\n## ")[0]
 
 
 def test_a_number_of_the_page_is_that_of_its_file():
     rows = reproduction.read("reference_cifar")
     where = {"memories": 100, "method": "U-Hop max", "setting": "N=1000"}
     errors = [r["error"] for r in rows if all(r[k] == v for k, v in where.items())]
-    page = rows_of(reproduction.report())
-    (row,) = [r for r in page if "decays fast in N (CIFAR-10" in r[1]]
-    (shown,) = re.findall(r"N = 1000: ([\d.]+) ", row[3])
+    rows = entries(reproduction.report(), "Claim")
+    (row,) = [r for r in rows if "decays fast in N (CIFAR-10" in r[0]]
+    (shown,) = re.findall(r"N = 1000: ([\d.]+) ", row[3]["Reference"])
     assert float(shown) == pytest.approx(np.mean(errors), rel=0.01)
 
 
