@@ -1,6 +1,7 @@
 """The code of the README and of the documentation runs as it is printed."""
 
 import importlib
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import uhop_jax
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAV = (ROOT / "mkdocs.yml").read_text()
 
 
@@ -47,6 +49,14 @@ def test_python_blocks_of_the_documentation(page, untyped):
 def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_of_notebooks_lead_to_files(path):
+    cells = json.loads(path.read_text())["cells"]
+    texts = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+    for target in re.findall(r"\]\(([^)#:]+)\)", "\n".join(texts)):
+        assert (path.parent / target).exists(), target
 
 
 def test_every_page_is_in_the_navigation():
