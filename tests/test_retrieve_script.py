@@ -245,7 +245,10 @@ def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     assert whole.startswith(kept) and 0 < kept.count("\n") < whole.count("\n")
     experiments.run(config, stopped)
     assert (stopped / "results.csv").read_text() == whole
-    assert "error" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "error" in printed
+    for name in {row["method"] for row in rows}:  # every word of the table is explained
+        assert f"\n{name:<26}{methods.meaning(name)}\n" in printed
 
 
 @pytest.mark.parametrize("kinds", [("mask",), ("noise", "norm_noise")], ids=str)

@@ -27,7 +27,13 @@ from uhop_jax.corruption import Corruption
 from uhop_jax.experiments import evaluation, figures
 from uhop_jax.experiments.corruptions import KINDS, corruption_of
 from uhop_jax.experiments.evaluation import Entry, Queries, Scores
-from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, fit_kernels
+from uhop_jax.experiments.methods import (
+    CALIBRATED,
+    FAIR,
+    LIMIT,
+    fit_kernels,
+    meaning,
+)
 from uhop_jax.experiments.protocols import Protocol, check, protocol_of, resolve
 from uhop_jax.plotting import Panel
 
@@ -205,6 +211,8 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
         _picture(study, cells[len(cells) // 2], rows, workdir / "retrieved.png")
         written.append("retrieved.png")
     print(f"{title}{spread}; {figures.ERROR}\n\n{experiment.report(rows)}\n")
+    names = dict.fromkeys(row["method"] for row in rows)
+    print("\n".join(f"{name:<26}{meaning(name)}" for name in names) + "\n")
     print(", ".join(f"{stage} {spent:.1f} s" for stage, spent in seconds.items()))
     print(f"written to {workdir}: {', '.join(written)}")
 
