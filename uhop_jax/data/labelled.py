@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from uhop_jax._checks import check_choice, check_count
+from uhop_jax._files import reading, shown_name, user_path
 from uhop_jax.data.images import IMAGES, SPLITS, Images, images
 from uhop_jax.data.pictures import picture_files, read_pictures
 
@@ -34,7 +35,7 @@ def labelled_images(
         return _rows(found, test if split == "test" else ~test)
     if source in IMAGES:
         return images(source, split=split, directory=directory)
-    return _class_folders(Path(source), split)
+    return _class_folders(user_path(source), split)
 
 
 def subset(found: Images, number: int) -> Images:
@@ -65,7 +66,8 @@ def _class_folders(root: Path, split: str) -> Images:
                 f"{root} must hold the folders {' and '.join(SPLITS)}, {part} is "
                 "missing"
             )
-        folders = sorted(f for f in (root / part).iterdir() if f.is_dir())
+        with reading(root / part, "folder"):
+            folders = sorted(f for f in (root / part).iterdir() if f.is_dir())
         names[part] = [f.name for f in folders if not f.name.startswith(".")]
     classes = names["train"]
     if len(classes) < 2:
@@ -80,14 +82,14 @@ def _class_folders(root: Path, split: str) -> Images:
             "alone"
         )
     files, labels = [], []
-    for label, name in enumerate(classes):
-        ours = picture_files(root / split / name)
+    folders = [root / split / name for name in classes]
+    for label, ours in enumerate(picture_files(folders)):
         if not ours:
-            raise ValueError(f"class {name} is empty: {root / split / name}")
+            raise ValueError(f"class {classes[label]} is empty: {folders[label]}")
         files += ours
         labels += [label] * len(ours)
     return Images(
         read_pictures(files),
         np.asarray(labels, np.int32),
-        classes=tuple(classes),
+        classes=tuple(map(shown_name, folders)),
     )

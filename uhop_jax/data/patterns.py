@@ -1,5 +1,6 @@
 """Patterns to store and queries to retrieve: by name, made up, or the user's own."""
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,17 @@ import numpy as np
 from jaxtyping import Float
 
 from uhop_jax._checks import check_choice, check_count
+from uhop_jax._files import (
+    check_fits,
+    mapped_array,
+    read_archive,
+    shown_name,
+    user_path,
+)
 from uhop_jax.data.images import IMAGES, images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 
+CHANNELS = (1, 3, 4)  # of what can be drawn
 SYNTHETIC = ("sphere", "gaussian", "correlated")
 
 
@@ -69,7 +78,7 @@ def load(
         dimension = int(rest[0]) if rest else 64
         return _patterns(synthetic(kind, limit or 10_000, dimension, seed=seed))
     is_word = os.sep not in source and "." not in source
-    if not source or is_word and not Path(source).exists():
+    if not source or is_word and not user_path(source).exists():
         kinds = ", ".join(f"synthetic:{kind}" for kind in SYNTHETIC)
         raise ValueError(
             f"unknown data {source!r}; choose one of {', '.join(IMAGES)}, {kinds}, or "
@@ -116,46 +125,43 @@ def read_patterns(path: str | Path, *, limit: int | None = None) -> Patterns:
 
     Args:
       path: a `.npy` of shape `(n, d)`, `(n, height, width)` or `(n, height, width,
-        channels)`; a `.npz` with one such array, or one named `patterns`; or a folder
-        of images of one size, all grey or all colour, in the order of their names;
-        transparency is dropped. Images and uint8 arrays are divided by 255.
+        channels)` with 1, 3 or 4 channels; a `.npz` with one such array, or one named
+        `patterns`; or a folder of images of one size, all grey or all colour, in the
+        order of their names, see `read_pictures`. Images and uint8 arrays are divided
+        by 255.
       limit: only the first so many.
 
     Raises:
       ValueError: if nothing can be read there, or what is read does not fit together.
     """
-    path = Path(path)
+    path = user_path(path)
     if limit is not None:
         check_count("limit", limit, 1)
     if path.is_dir():
         return _read_folder(path, limit)
     if not path.exists():
         raise ValueError(f"no such file or folder: {path}")
-    if path.suffix.lower() not in (".npy", ".npz"):
-        raise ValueError(
-            f"{path} is no .npy, .npz or folder of images; put single images into a "
-            "folder"
-        )
-    try:
-        with path.open("rb") as file:
-            array = np.load(file, allow_pickle=False)
-            names: list[str] | None = getattr(array, "files", None)
-            if names is not None:
-                rest = [name for name in names if name != "labels"]
-                chosen = ["patterns"] if "patterns" in names else rest
-                array = array[chosen[0]] if len(chosen) == 1 else None
-    except ValueError:
-        raise ValueError(
-            f"{path} is damaged, or holds Python objects in place of numbers"
-        ) from None
-    except Exception:  # also of zlib, zipfile and tokenize, which NumPy lets through
-        raise ValueError(f"{path} is damaged or truncated") from None
-    if array is None:
+    match path.suffix.lower():
+        case ".npy":
+            return _from_array(path, mapped_array(path), limit)
+        case ".npz":
+            [array] = read_archive(path, functools.partial(_one_of, path)).values()
+            return _from_array(path, array, limit)
+    raise ValueError(
+        f"{path} is no .npy, .npz or folder of images; put single images into a folder"
+    )
+
+
+def _one_of(path: Path, names: list[str]) -> list[str]:
+    """The array of an archive that holds the patterns."""
+    rest = [name for name in names if name != "labels"]
+    chosen = ["patterns"] if "patterns" in names else rest
+    if len(chosen) != 1:
         raise ValueError(
             f"{path} must hold one array, or one named patterns; it holds "
-            f"{', '.join(names or ()) or 'none'}"
+            f"{', '.join(names) or 'none'}"
         )
-    return _from_array(path, array, limit)
+    return chosen
 
 
 def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
@@ -169,7 +175,14 @@ def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
         )
     if array.size == 0:
         raise ValueError(f"{path} holds no patterns, its shape is {array.shape}")
+    if array.ndim == 4 and array.shape[-1] not in CHANNELS:
+        raise ValueError(
+            f"{path} must have 1, 3 or 4 channels, on the last axis, got shape "
+            f"{array.shape}: numpy.moveaxis(x, 1, -1) puts the first there; patterns "
+            "that are no pictures have shape (n, d)"
+        )
     array = array[:limit]
+    check_fits(path, array.size * 4)
     with np.errstate(over="ignore"):  # what overflows float32 is reported below
         values = array.reshape(len(array), -1).astype(np.float32)
     if array.dtype == np.uint8:
@@ -182,11 +195,11 @@ def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
 
 
 def _read_folder(path: Path, limit: int | None) -> Patterns:
-    files = picture_files(path)
+    [files] = picture_files([path])
     if not files:
         raise ValueError(f"{path} holds no images ({', '.join(ENDINGS)})")
     found = _from_array(path, read_pictures(files[:limit]))
-    return found._replace(names=tuple(file.name for file in files[:limit]))
+    return found._replace(names=tuple(map(shown_name, files[:limit])))
 
 
 def _patterns(values: np.ndarray, shape: Sequence[int] | None = None) -> Patterns:

@@ -1,23 +1,51 @@
 """Picture files as arrays of one shape."""
 
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
 
+from uhop_jax._files import check_fits, reading
+
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+NAMED = 6  # entries of a folder that a warning names
 
 
-def picture_files(folder: Path) -> list[Path]:
-    """The pictures of a folder, in the order of their names."""
-    return sorted(
-        file
-        for file in folder.iterdir()
-        if file.suffix.lower() in ENDINGS
-        and not file.name.startswith(".")
-        and file.is_file()
-    )
+def picture_files(folders: Sequence[Path]) -> list[list[Path]]:
+    """The pictures of each folder, in the order of their names.
+
+    One warning says what else the folders hold, but for names that begin with a dot.
+
+    Raises:
+      ValueError: if a folder cannot be read, or a link that is named like a picture
+        leads to no file.
+    """
+    pictures: list[list[Path]] = []
+    others: list[str] = []
+    for folder in folders:
+        with reading(folder, "folder"):
+            entries = sorted(x for x in folder.iterdir() if x.name[0] != ".")
+        named = [entry for entry in entries if entry.suffix.lower() in ENDINGS]
+        for entry in named:
+            if not os.path.exists(entry) and entry.is_symlink():
+                raise ValueError(f"{entry} is a link to {os.readlink(entry)}, no file")
+        files = [entry for entry in named if os.path.isfile(entry)]
+        pictures.append(files)
+        within = f"{folder.name}/" if len(folders) > 1 else ""
+        for entry in sorted(set(entries) - set(files)):
+            others.append(f"{within}{entry.name}{'/' * os.path.isdir(entry)}")
+    if others and all(pictures):
+        place = folders[0] if len(folders) == 1 else folders[0].parent
+        rest = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        warnings.warn(
+            f"{place}: {sum(map(len, pictures))} pictures ({', '.join(ENDINGS)}); not "
+            f"read: {', '.join(others[:NAMED])}{rest}",
+            stacklevel=3,
+        )
+    return pictures
 
 
 def read_pictures(
@@ -25,24 +53,32 @@ def read_pictures(
 ) -> UInt8[np.ndarray, "n height width channels"]:
     """Reads pictures of one size, all grey or all colour; transparency is dropped.
 
+    A picture is turned upright where its EXIF data say how the camera was held.
+
     Raises:
       ValueError: if there are none, one cannot be read, or they differ in kind or size.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     if not files:
         raise ValueError(f"there are no pictures ({', '.join(ENDINGS)}) to read")
+    largest = f"picture of at most {2 * (Image.MAX_IMAGE_PIXELS or 0)} pixels"
     arrays: list[np.ndarray] = []
     for file in files:
-        try:
-            with Image.open(file) as picture:
-                mode = picture.mode
-                grey = mode in ("1", "L", "LA")
-                arrays.append(np.asarray(picture.convert("L" if grey else "RGB")))
-        except Exception:  # damaged files make Pillow raise errors of many types
-            raise ValueError(f"{file} is no image, or is truncated or huge") from None
+        with reading(file, largest), Image.open(file) as picture:
+            mode, frames = picture.mode, getattr(picture, "n_frames", 1)
+            if picture.format == "MPO":  # of a camera: the others are previews
+                frames = 1
+            grey = mode in ("1", "L", "LA")
+            upright = ImageOps.exif_transpose(picture)
+            arrays.append(np.asarray(upright.convert("L" if grey else "RGB")))
+        check_fits(file.parent, len(files) * arrays[0].nbytes)
         if mode[0] in "IF":  # Pillow would clip them
             raise ValueError(f"{file} has more than 8 bits a channel: save it with 8")
+        if frames > 1:
+            raise ValueError(
+                f"{file} holds {frames} pictures: save each in a file of its own"
+            )
         first, last = arrays[0], arrays[-1]
         if first.ndim != last.ndim:
             kinds = ["grey" if x.ndim == 2 else "colour" for x in (first, last)]
