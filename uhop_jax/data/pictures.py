@@ -65,7 +65,8 @@ def read_pictures(
     largest = f"picture of at most {2 * (Image.MAX_IMAGE_PIXELS or 0)} pixels"
     arrays: list[np.ndarray] = []
     for file in files:
-        with reading(file, largest), Image.open(file) as picture:
+        # By its path, Pillow (13.0) maps a TIFF that is turned, and mixes its rows.
+        with reading(file, largest), file.open("rb") as raw, Image.open(raw) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
             if picture.format == "MPO":  # of a camera: the others are previews
                 frames = 1
