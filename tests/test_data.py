@@ -61,9 +61,14 @@ def test_a_split_that_is_not_there_is_named(prepared):
     copy = prepared.parent / "one_split"
     (copy / "cifar10" / "3.0.2").mkdir(parents=True, exist_ok=True)
     text = info.read_text().replace('"train"', '"validation"')
-    (copy / "cifar10" / "3.0.2" / "dataset_info.json").write_text(text)
+    path = copy / "cifar10" / "3.0.2" / "dataset_info.json"
+    path.write_text(text)
     with pytest.raises(ValueError, match="'train' of cifar10 is not in data.dir"):
         data.images("cifar10", split="train", directory=copy)
+    for text in ("[]", "{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="info.json is damaged .* no description"):
+            data.images("cifar10", split="train", directory=copy)
 
 
 def test_without_a_network_the_error_comes_at_once(tmp_path, monkeypatch):
@@ -114,8 +119,11 @@ def test_tiny_imagenet_is_read_from_its_folder(tmp_path):
     images = data.images("tiny_imagenet", split="test", directory=tmp_path, limit=1)
     assert images.pixels.shape == (1, 64, 64, 3) and images.labels.tolist() == [1]
     (root / "train" / "n02" / "images" / "n02_0.JPEG").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match="n02_0.JPEG is missing, truncated or no"):
+    with pytest.raises(ValueError, match="n02_0.JPEG is damaged .* no picture"):
         data.images("tiny_imagenet", directory=tmp_path)
+    (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn09\n")
+    with pytest.raises(ValueError, match="is no folder of Tiny ImageNet"):
+        data.images("tiny_imagenet", split="test", directory=tmp_path)
 
 
 def test_twenty_classes_of_tiny_imagenet_are_prepared(tmp_path):
