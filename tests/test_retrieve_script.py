@@ -14,10 +14,13 @@ import pytest
 from conftest import run_script
 
 from uhop_jax import (
+    Calibration,
     Centering,
     Dot,
     Mask,
+    NegativeSquaredL2,
     Noise,
+    Softmax,
     data,
     experiments,
     fit_sgd,
@@ -26,10 +29,12 @@ from uhop_jax import (
     save,
 )
 from uhop_jax.corruption import Corruption
+from uhop_jax.data.patterns import check_scale
 from uhop_jax.experiments import evaluation, methods, studies, sweep
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
+from uhop_jax.experiments.query import CalibratedMemory
 
 ROOT = Path(__file__).parent.parent
 CONFIG = runpy.run_path(str(ROOT / "configs" / "retrieval.py"))
@@ -523,7 +528,7 @@ def test_known_missing_pixels_are_left_out(tmp_path):
     [
         {"block": 7},
         {"block": 7, "observed": "seen.npy"},
-        {"mapped": "digits.npy"},
+        {"mapped": "swapped.npy"},
         {"shards": 1},
     ],
     ids=str,
@@ -532,6 +537,7 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
     monkeypatch.chdir(tmp_path)
     digits = data.load("digits", limit=31)
     np.save("digits.npy", digits.values)
+    np.save("swapped.npy", digits.values.reshape(-1, 8, 8).astype(">f8"))
     seen = np.tile(np.arange(64) % 3 > 0, (9, 1))
     np.save("seen.npy", seen)
     np.save("queries.npy", digits.values[:9] * seen)
@@ -564,7 +570,7 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
         ),
         (
             {"queries": "good.npy", "observed": "kernel.npz"},
-            "is not a readable .npy file",
+            "observed: kernel.npz is a .npz archive, expected a .npy file",
         ),
         (
             {"block": 3, "shards": 1},
@@ -572,6 +578,16 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
         ),
         ({"mapped": "wide.npy"}, r"mapped has shape \(3, 9\), patterns have dimension"),
         ({"mapped": "bad.npy"}, "mapped must hold floating patterns"),
+        ({"mapped": "kernel.npz"}, "mapped: kernel.npz is a .npz archive"),
+        ({"mapped": "zip.npy"}, "mapped: zip.npy is damaged or truncated, or is no .n"),
+        ({"mapped": "cut.npy"}, "mapped: cut.npy is damaged or truncated"),
+        ({"mapped": "nan.npy"}, "nan.npy holds NaN or infinity, the first in row 3:"),
+        ({"mapped": "high.npy"}, "mapped: high.npy holds NaN or .* in row 1: replace"),
+        ({"mapped": "fortran.npy"}, "mapped must be in C order, fortran.npy is"),
+        ({"mapped": "bytes.npy"}, "mapped hold values from 0 to 255, the memories fro"),
+        ({"queries": "bytes.npy"}, "queries hold values from 0 to 255, the memories "),
+        ({"queries": "sixteen.npy"}, "queries hold values from 0 to 16, the memories"),
+        ({"images": 101}, "images must be at most 100, got 101"),
         ({"corruption.level": 2.0}, "of a mask must be in"),
         ({"corruption.kind": "smear"}, "unknown corruption.kinds 'smear'"),
     ],
@@ -582,9 +598,118 @@ def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
     np.save("bad.npy", np.zeros((3, 9), bool))
     np.save("good.npy", np.zeros((2, 8, 8)))
     save("kernel.npz", Centering(jax.numpy.zeros(3)))
+    digits = data.load("digits", limit=20).values.astype(np.float64)
+    np.save("bytes.npy", np.round(digits.reshape(-1, 8, 8) * 255))
+    np.save("sixteen.npy", np.round(digits.reshape(-1, 8, 8) * 16).astype(int))
+    np.save("fortran.npy", np.asfortranarray(digits.reshape(-1, 8, 8)))
+    for name, row, value in (("nan", 3, np.nan), ("high", 1, 1e300)):
+        np.save(f"{name}.npy", np.where(np.arange(20)[:, None] == row, value, digits))
+    Path("cut.npy").write_bytes(Path("nan.npy").read_bytes()[:40])
+    Path("zip.npy").write_bytes(b"PK\3\4" + bytes(60))
     with pytest.raises(ValueError, match=message):
         experiments.run(query_config(**{"data.limit": 20} | changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A memory of twelve digits as the query variant saves it, its model made up."""
+    digits = data.load("digits", limit=12)
+    with jax.enable_x64(False):
+        one, table = jnp.ones(()), jnp.ones((1, 1))
+        model = Calibration(
+            *(NegativeSquaredL2(), Softmax(), 20 * one, one, one, one),
+            *(table, table[None], table, "squared L2", ("squared L2",), ("Softmax()",)),
+        )
+        memory = CalibratedMemory(
+            jnp.asarray(digits.values), model, digits.shape, digits.names
+        )
+        return memory.save(tmp_path_factory.mktemp("stored") / "memory.npz")
+
+
+@pytest.mark.parametrize("scale", [255, 1])
+def test_numbers_of_another_scale_are_refused_by_a_saved_memory(
+    tmp_path, stored, scale
+):
+    digits = data.load("digits", limit=12).values.reshape(-1, 8, 8)
+    np.save(tmp_path / "queries.npy", np.round(digits * scale, 4))
+    changes = {"memory": str(stored), "queries": str(tmp_path / "queries.npy")}
+    if scale == 1:
+        experiments.run(query_config(**changes), tmp_path / "run")
+        rows = read(tmp_path / "run" / "answers.csv")
+        assert [int(row["index"]) for row in rows] == list(range(12))
+        return
+    with pytest.raises(ValueError, match="queries hold values from 0 to 255, the mem"):
+        experiments.run(query_config(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_noise_of_twice_the_largest_value_is_no_other_scale():
+    rng = np.random.default_rng(0)
+    values = rng.random((9, 64)).astype(np.float32)
+    check_scale("queries", values + 4 * rng.normal(size=(9, 64)), values)
+    check_scale("queries", 0 * values, values)
+    check_scale("queries", 0.01 * values, values)
+    check_scale("queries", 8 * np.sign(values - 0.5), np.sign(values - 0.5))
+    for a, b in (
+        (values * 255, values),
+        (values, values * 100),
+        (-1e4 * values, values),
+    ):
+        with pytest.raises(ValueError, match="both must have one scale"):
+            check_scale("queries", a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": np.zeros(3, np.float32)}, "values are no array"),
+        ({"values": 3}, "values are no array"),
+        ({"values": np.float32([[1]] * 7 + [[np.nan]] * 5)}, "in row 7"),
+        ({"shape": (8, 9, 1)}, r"shape is \(8, 9, 1\), of patterns of dimension 64"),
+        ({"shape": ("a",)}, "shape is"),
+        ({"names": ("one",)}, "names are not those of 12 patterns"),
+        ({"names": None}, "names are not those of 12 patterns"),
+    ],
+    ids=range(7),
+)
+def test_damaged_memories_are_refused(tmp_path, stored, change, message):
+    memory = CalibratedMemory.load(stored)._replace(**change)
+    memory.save(tmp_path / "m.npz")
+    with pytest.raises(ValueError, match=f"m.npz is damaged: .*{message}"):
+        CalibratedMemory.load(tmp_path / "m.npz")
+
+
+def test_the_picture_names_queries_and_says_how_sure_the_answers_are(
+    tmp_path, stored, monkeypatch
+):
+    drawn, draw = [], plotting.image_grid
+
+    def recorded(path, columns, **options):
+        drawn.append((columns, options))
+        draw(path, columns, **options)
+
+    monkeypatch.setattr(plotting, "image_grid", recorded)
+    digits = data.load("digits", limit=12).values
+    folder = photos(tmp_path / "queries", digits, (8, 8))
+    changes = {"memory": str(stored), "queries": str(folder), "images": 2}
+    experiments.run(query_config(**changes), tmp_path / "run")
+    rows = read(tmp_path / "run" / "answers.csv")
+    ((columns, options),) = drawn
+    assert {len(x) for x in columns.values()} == {2}
+    assert list(options["captions"]["query"]) == ["photo000.png", "photo001.png"]
+    assert options["captions"]["stored"] == ["0", "1"]
+    for words, row in zip(options["captions"]["retrieved"], rows, strict=False):
+        assert words == f"weight {float(row['weight']):.3g}"
+
+
+def test_any_words_stand_under_pictures(tmp_path):
+    words = ["$\\frac$ 100 %", "a_very_long_name_of_a_photograph_0001.png", "日本\n"]
+    columns = {"query": np.zeros((3, 4, 4, 1))}
+    path = tmp_path / "a.svg"
+    plotting.image_grid(path, columns, captions={"query": words})
+    assert path.stat().st_size > 1000
+    assert plotting._shortened(words[1]) == "a_very_long_…_0001.png"
 
 
 @pytest.mark.parametrize(("protocol", "unit"), [("paper", True), ("reference", False)])

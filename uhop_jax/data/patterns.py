@@ -21,6 +21,10 @@ from uhop_jax.data.images import IMAGES, images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 
 CHANNELS = (1, 3, 4)  # of what can be drawn
+# Ratios of typical values beyond which two sets are of different scales: where the
+# larger is never negative, as pictures are in 0 to 16 or 255, and where it is, since
+# noise may be some times as large as a pattern.
+SCALES = {True: 12, False: 1000}
 SYNTHETIC = ("sphere", "gaussian", "correlated")
 
 
@@ -150,6 +154,71 @@ def read_patterns(path: str | Path, *, limit: int | None = None) -> Patterns:
     raise ValueError(
         f"{path} is no .npy, .npz or folder of images; put single images into a folder"
     )
+
+
+def mapped_patterns(
+    path: str | Path, like: Float[np.ndarray, "M d"]
+) -> Float[np.ndarray, "n d"]:
+    """Patterns in a `.npy` file that stay there, one a row.
+
+    Args:
+      path: of floats `(n, ...)`, of 16, 32 or 64 bits, in C order.
+      like: patterns whose dimension and scale they have.
+
+    Returns:
+      The array in the file, which is read once here to see that all are numbers.
+
+    Raises:
+      ValueError: if the file cannot be read, or holds something else, NaN or infinity.
+    """
+    array = mapped_array(path, "mapped")
+    floating = array.dtype.kind == "f" and array.dtype.itemsize <= 8
+    if not floating or array.ndim < 2:
+        raise ValueError(
+            "mapped must hold floating patterns (n, ...) of 16, 32 or 64 bits, "
+            f"{path} has dtype {array.dtype} and shape {array.shape}"
+        )
+    if array.ndim > 2 and not array.flags.c_contiguous:
+        raise ValueError(f"mapped must be in C order, {path} is in Fortran order")
+    array = array.reshape(len(array), -1)
+    dimension = like.shape[1]
+    if array.shape[1] != dimension or len(array) < 2:
+        raise ValueError(
+            f"mapped has shape {array.shape}, patterns have dimension {dimension}"
+        )
+    size = max(2**22 // dimension, 1)
+    for start in range(0, len(array), size):
+        with np.errstate(over="ignore"):  # what overflows float32 is infinite here
+            block = array[start : start + size].astype(np.float32)
+        bad = np.flatnonzero(~np.isfinite(block).all(-1))
+        if bad.size:
+            raise ValueError(
+                f"mapped: {path} holds NaN or infinity, the first in row "
+                f"{start + bad[0]}: replace or remove such patterns"
+            )
+    sample = np.linspace(0, len(array) - 1, min(len(array), 1000)).astype(int)
+    check_scale("mapped", np.asarray(array[sample], np.float32), like)
+    return array
+
+
+def check_scale(
+    name: str, values: Float[np.ndarray, "n d"], stored: Float[np.ndarray, "M d"]
+) -> None:
+    """Refuses patterns of another scale than the memories.
+
+    Raises:
+      ValueError: if typical patterns of one are many times as large as of the other.
+    """
+    typical = [float(np.median(np.abs(x).max(-1))) for x in (values, stored)]
+    larger = values if typical[0] > typical[1] else stored
+    limit = SCALES[bool(larger.min() >= 0)]
+    if max(typical) > 1 and max(typical) > limit * min(typical) > 0:
+        ranges = [f"from {x.min():.4g} to {x.max():.4g}" for x in (values, stored)]
+        raise ValueError(
+            f"{name} hold values {ranges[0]}, the memories {ranges[1]}: both must have "
+            "one scale; pictures and uint8 arrays are divided by 255 when they are "
+            "read, other numbers are taken as they are"
+        )
 
 
 def _one_of(path: Path, names: list[str]) -> list[str]:

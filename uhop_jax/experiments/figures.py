@@ -59,8 +59,14 @@ def save(path: Path, parts: Sequence[plotting.Panel], title: str) -> None:
     records.write_whole(path, lambda file: plotting.panels(file, parts, title=title))
 
 
-def images(path: Path, columns: Mapping[str, np.ndarray], title: str) -> None:
+def images(
+    path: Path,
+    columns: Mapping[str, np.ndarray],
+    title: str,
+    captions: Mapping[str, Sequence[str]] | None = None,
+) -> None:
     """Writes an image grid whole or not at all."""
     records.write_whole(
-        path, lambda file: plotting.image_grid(file, columns, title=title)
+        path,
+        lambda file: plotting.image_grid(file, columns, captions=captions, title=title),
     )

@@ -13,7 +13,9 @@ from ml_collections import ConfigDict
 
 from uhop_jax import data, records
 from uhop_jax._checks import check_count
+from uhop_jax._files import mapped_array
 from uhop_jax.calibration import Calibration, calibrate
+from uhop_jax.data.patterns import check_scale, mapped_patterns
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
 from uhop_jax.experiments.sweep import load_patterns
@@ -24,6 +26,7 @@ from uhop_jax.streaming import retrieve_streamed
 from uhop_jax.theory import effective_memories
 
 MAX_UPDATES = 100
+MOST_IMAGES = 100  # queries in a picture
 
 
 class CalibratedMemory(NamedTuple):
@@ -56,7 +59,28 @@ class CalibratedMemory(NamedTuple):
         memory = cls(*found) if isinstance(found, tuple) and len(found) == 4 else None
         if memory is None or not isinstance(memory.model, Calibration):
             raise ValueError(f"{path} is no memory that the query variant saved")
+        if wrong := memory._wrong():
+            raise ValueError(f"{path} is damaged: {wrong}")
         return memory
+
+    def _wrong(self) -> str:
+        """What does not fit together; "" if all does."""
+        values, shape, names = self.values, self.shape, self.names
+        floating = isinstance(values, Array) and jnp.issubdtype(
+            values.dtype, jnp.floating
+        )
+        if not floating or values.ndim != 2 or len(values) < 2:
+            return "values are no array (M, d) of at least two patterns"
+        bad = np.flatnonzero(~np.isfinite(values).all(-1))
+        if bad.size:
+            return f"values hold NaN or infinity, the first in row {bad[0]}"
+        sizes = isinstance(shape, tuple) and all(type(x) is int for x in shape)
+        if not sizes or len(shape) not in (1, 3) or np.prod(shape) != values.shape[1]:
+            return f"shape is {shape!r:.40}, of patterns of dimension {values.shape[1]}"
+        words = isinstance(names, tuple) and all(isinstance(x, str) for x in names)
+        if not words or len(names) != len(values):
+            return f"names are not those of {len(values)} patterns"
+        return ""
 
 
 class Answers(NamedTuple):
@@ -143,10 +167,12 @@ def answer_in_blocks(
 ) -> Answers:
     """Likewise, holding a block of the patterns at a time; they may lie in a file."""
     size = block or max(2**20 // patterns.shape[1], 1)
+    # The squares of half precision would overflow.
+    working = np.promote_types(patterns.dtype.newbyteorder("="), np.float32)
 
     def with_squares() -> Iterator[np.ndarray]:
         for start in range(0, len(patterns), size):
-            rows = np.asarray(patterns[start : start + size])
+            rows = np.asarray(patterns[start : start + size], working)
             squares = np.square(rows).sum(-1, keepdims=True)
             yield np.concatenate([rows, squares], axis=-1)
 
@@ -185,7 +211,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
       ValueError: if something cannot be read, or does not fit.
     """
     began = time.perf_counter()
-    check_count("images", config.images, 0)
+    check_count("images", config.images, 0, MOST_IMAGES)
     memory = CalibratedMemory.load(config.memory) if config.memory else None
     stored: Any = memory or _patterns(config)
     queries = data.read_patterns(config.queries) if config.queries else None
@@ -202,7 +228,11 @@ def run(config: ConfigDict, workdir: Path) -> None:
             f"block {config.block} and mapped {config.mapped!r} stream the memories, "
             f"shards {config.shards} hold them all: choose one"
         )
-    mapped = _mapped(config.mapped, stored.values.shape[1]) if config.mapped else None
+    known = np.asarray(stored.values)
+    if queries is not None:
+        seen = queries.values if observed is None else queries.values * observed
+        check_scale("queries", np.asarray(seen), known)
+    mapped = mapped_patterns(config.mapped, known) if config.mapped else None
     options, shape = config.corruption, tuple(stored.shape)
     clamped = bool(stored.values.min() >= 0 and stored.values.max() <= 1)
     corruption = corruption_of(options.kind, options.level, shape, clamped=clamped)
@@ -241,9 +271,9 @@ def run(config: ConfigDict, workdir: Path) -> None:
             lambda path: np.savez(path, allow_pickle=False, **arrays),
         )
         written += ["answers.csv", "retrieved.npz"]
-        if len(shape) == 3 and config.images:
+        if len(shape) == 3 and shape[-1] in data.CHANNELS and config.images:
             path = workdir / "retrieved.png"
-            _picture(path, memory, patterns, queries, found, config.images)
+            _picture(path, memory, patterns, names, queries, found, config.images)
             written.append("retrieved.png")
         shown = [list(rows[0]), *([str(x) for x in r.values()] for r in rows[:10])]
         print(records.aligned(shown))
@@ -266,11 +296,7 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
         return None
     if queries is None:
         raise ValueError("observed belongs to queries, which are missing")
-    try:
-        with open(path, "rb") as file:
-            mask = np.lib.format.read_array(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        raise ValueError(f"observed: {path} is not a readable .npy file") from None
+    mask = mapped_array(path, "observed")
     if mask.dtype != bool:
         raise ValueError(f"observed must be boolean, {path} has dtype {mask.dtype}")
     try:
@@ -283,25 +309,6 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
             f"observed has shape {mask.shape}, queries {queries.values.shape}"
         ) from None
     return jnp.asarray(known)
-
-
-def _mapped(path: str, dimension: int) -> np.ndarray:
-    """Patterns in a file, one a row, of which nothing is read yet."""
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        raise ValueError(f"mapped: {path} is not a readable .npy file") from None
-    if array.dtype.kind != "f" or array.ndim < 2:
-        raise ValueError(
-            f"mapped must hold floating patterns (n, ...), {path} has dtype "
-            f"{array.dtype} and shape {array.shape}"
-        )
-    array = array.reshape(len(array), -1)
-    if array.shape[1] != dimension or len(array) < 2:
-        raise ValueError(
-            f"mapped has shape {array.shape}, patterns have dimension {dimension}"
-        )
-    return array
 
 
 def _rows(names: Sequence[Any], queries: data.Patterns, found: Answers) -> list[dict]:
@@ -333,15 +340,24 @@ def _picture(
     path: Path,
     memory: CalibratedMemory,
     patterns: np.ndarray,
+    names: Sequence[Any],
     queries: data.Patterns,
     found: Answers,
     number: int,
 ) -> None:
+    """Each query, what it retrieved and the memory nearest to it, with its weight."""
     number = min(number, len(queries.values))
+    nearest = np.asarray(found.nearest[:number])
     columns = {
         "query": queries.values[:number],
         "retrieved": np.asarray(found.state[:number]),
-        "stored": np.asarray(patterns[np.asarray(found.nearest[:number])]),
+        "stored": np.asarray(patterns[nearest]),
     }
     shaped = {name: x.reshape(-1, *memory.shape) for name, x in columns.items()}
-    figures.images(path, shaped, f"{memory.model.name}, one update")
+    captions = {
+        "query": queries.names[:number],
+        "retrieved": [f"weight {float(x):.3g}" for x in found.largest[:number]],
+        "stored": [names[index] for index in nearest],
+    }
+    title = f"{memory.model.name}, one update"
+    figures.images(path, shaped, title, captions=captions)
