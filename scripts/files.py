@@ -54,7 +54,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -93,7 +93,7 @@ def other_than_asked(name: str) -> list[str]:
     path = RESULTS / f"{name}.json"
     if name not in STUDIES or not path.exists():
         return []
-    kept, wanted = json.loads(path.read_text()), asked(name)
+    kept, wanted = json.loads(path.read_text("utf-8")), asked(name)
     if not wanted.get("stage_one", {}).get("steps"):
         kept["stage_one"].pop("steps")  # the paper's, filled in by the run
     differing = []
@@ -179,9 +179,9 @@ def keep(name: str, workdir: Path) -> None:
     """Copies what a study has left, without the directories of this machine."""
     RESULTS.mkdir(exist_ok=True)
     shutil.copy(workdir / "results.csv", RESULTS / f"{name}.csv")
-    config = json.loads((workdir / "config.json").read_text())
+    config = json.loads((workdir / "config.json").read_text("utf-8"))
     config["data"].pop("dir", None)
-    (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
     names = {"figure.png": f"{name}.png"}
     if name in CURVES:
         names["curves.png"] = f"{name}_curves.png"

@@ -80,7 +80,7 @@ def tree_of(module: str) -> ast.Module:
     """The syntax tree of a module."""
     path = path_of(module)
     assert path is not None, module
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text("utf-8"))
 
 
 def origin(package: str, name: str) -> str:
@@ -244,12 +244,12 @@ def is_ancestor(commit: str) -> bool:
 
 def read(path: Path) -> dict[str, Any]:
     """What is recorded of a file, or nothing."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
     """Records what made a file."""
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
 def label(record: Mapping[str, Any]) -> str:

@@ -230,8 +230,8 @@ def main() -> None:
         sys.exit(f"studies run from committed code alone; commit first: {listed}")
     for name in names:
         files.run(name, arguments.data)
-    REPORT.write_text(report())
-    tables.README.write_text(tables.written(tables.README.read_text()))
+    REPORT.write_text(report(), "utf-8")
+    tables.README.write_text(tables.written(tables.README.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

@@ -483,6 +483,13 @@ def test_paths_may_begin_at_home(tmp_path, monkeypatch):
         (tmp_path / "set" / split / kind).mkdir(parents=True)
         write_images(tmp_path / "set" / split / kind, 2)
     assert data.labelled_images("~/set", split="test").classes == ("a", "b")
+    (tmp_path / "set" / "test" / "loose.png").touch()
+    (tmp_path / "set" / "test" / "b" / "p1.png").rename(tmp_path / "set/test/b/p1.gif")
+    with pytest.warns(UserWarning) as said:
+        images = data.labelled_images("~/set", split="test")
+    assert images.labels.tolist() == [0, 0, 1]
+    ends = [str(warning.message).partition("; ")[2] for warning in said]
+    assert ends == ["not read: loose.png", "not read: b/p1.gif"]
     with pytest.raises(ValueError, match="no such file or folder: ~nobody-here/x"):
         data.load("~nobody-here/x.npy")
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -49,6 +50,7 @@ SMALL = {
     "stage_one.ridges": (1.0,),
     "stage_one.steps": (2,),
 }
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # a locale
 FEW = ("MHM", "cosine", "U-Hop")
 
 
@@ -67,7 +69,7 @@ def get_config(variant="demo", **changes):
 
 
 def read(path):
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -388,6 +390,15 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path):
     assert path.read_text() == "a\n1\n"
 
 
+def test_tables_are_utf8_in_any_locale(tmp_path):
+    code = f"import pathlib; path = pathlib.Path({str(tmp_path)!r}, 'a.csv'); "
+    code += "from uhop_jax import records; records.write_csv(path, [{'\\xb0C': 1}])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | ASCII, cwd=ROOT)
+    assert done.returncode == 0
+    assert (tmp_path / "a.csv").read_bytes() == "°C\r\n1\r\n".encode()
+
+
 def test_pivot_shows_means_and_deviations():
     about = {"memories": 5, "corruption": "mask", "level": 0.5, "setting": ""}
     rows = [
@@ -464,6 +475,13 @@ def photos(folder, patterns, shape):
     return folder
 
 
+def renamed(folder):
+    """The folder with a name that is no UTF-8, and one that is no ASCII."""
+    for name, new in (("photo000.png", b"caf\xe9.png"), ("photo001.png", "é.png")):
+        (folder / name).rename(folder / os.fsdecode(new))
+    return folder
+
+
 def query_config(**changes):
     config = CONFIG["get_config"]("query")
     config.update_from_flattened_dict(changes)
@@ -477,12 +495,13 @@ def test_photos_are_stored_reloaded_and_found_by_halves(tmp_path, prepared, coun
     if count < 200:  # smaller, for the time it takes
         shape = 16, 16, 3
         values = values.reshape(-1, 32, 32, 3)[:, ::2, ::2].reshape(count, -1)
-    folder = photos(tmp_path / "photos", values, shape)
+    folder = renamed(photos(tmp_path / "photos", values, shape))
     changes = {"data.name": str(folder), "corruption.kind": "block"}
     experiments.run(query_config(**changes), tmp_path / "stored")
     halves = values.reshape(-1, *shape).copy()
     halves[:, :, shape[1] // 2 :] = 0
-    queries = photos(tmp_path / "queries", halves, shape)
+    queries = renamed(photos(tmp_path / "queries", halves, shape))
+    (queries / "notes.txt").touch()
     command = [
         *(
             sys.executable,
@@ -493,11 +512,16 @@ def test_photos_are_stored_reloaded_and_found_by_halves(tmp_path, prepared, coun
         f"--config.queries={queries}",
         f"--workdir={tmp_path / 'found'}",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | ASCII
+    )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"retrieve.py: {queries}: {count} pictures (.png")
+    assert done.stderr.endswith("not read: notes.txt\n") and "\\xb1" in done.stdout
     assert "expected error" in done.stdout and "margin" in done.stdout
     rows = read(tmp_path / "found" / "answers.csv")
     assert len(rows) == count
+    assert (rows[0]["query"], rows[-1]["query"]) == ("caf\\xe9.png", "é.png")
     right = [row["query"] == row["memory"] for row in rows]
     assert np.mean(right) >= 0.99
     assert all(0 <= float(row["margin"]) <= 1 for row in rows)

@@ -1,9 +1,11 @@
 """What the scripts share: shipped configs, flags, clear errors and exit codes."""
 
 import importlib.util
+import io
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from uhop_jax._checks import check_choice
+from uhop_jax._files import user_path
 
 
 def retrieve() -> None:
@@ -110,6 +113,7 @@ def run_script(
         file.
       workdir: default of `--workdir`.
     """
+    _speak_plainly()
     values = flags.FLAGS
     shipped = configs()
     # What `--help` prints: the variants, what they ask and cost.
@@ -146,7 +150,7 @@ def run_script(
         del argv
         logging.set_verbosity(logging.WARNING)
         try:
-            run(values.config, Path(values.workdir))
+            run(values.config, user_path(values.workdir))
         except (ValueError, OSError) as error:
             _refuse("", error)
         except KeyboardInterrupt:
@@ -156,8 +160,20 @@ def run_script(
     app.run(main, flags_parser=parse)
 
 
+def _speak_plainly() -> None:
+    """What a terminal cannot show is escaped, and a warning is one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    script = Path(sys.argv[0]).name
+    warnings.formatwarning = lambda message, *_, **__: f"{script}: {message}\n"
+
+
 def _found(argument: str, shipped: Mapping[str, Path]) -> str:
-    """The argument; a shipped config that is not in `./configs` by its full path."""
+    """The argument; a config at `~`, or shipped and not in `./configs`, in full."""
+    argument = re.sub(
+        "^(--?config=)(~[^:]*)", lambda m: f"{m[1]}{user_path(m[2])}", argument
+    )
     match = re.fullmatch(r"(-{1,2}config=)?configs/(\w+)\.py(:.*)?", argument)
     if match is None:
         return argument

@@ -27,7 +27,7 @@ def claim(config: ConfigDict, workdir: Path) -> None:
         raise ValueError(f"workdir {workdir} is a file, it must be a directory")
     if path.exists():
         try:
-            theirs = json.loads(path.read_text())
+            theirs = json.loads(path.read_text("utf-8"))
         except (OSError, json.JSONDecodeError):
             raise ValueError(
                 f"{path} is not a readable config; choose another --workdir"
@@ -42,7 +42,8 @@ def claim(config: ConfigDict, workdir: Path) -> None:
                 )
     workdir.mkdir(parents=True, exist_ok=True)
     write_whole(
-        path, lambda temporary: temporary.write_text(json.dumps(ours, indent=2))
+        path,
+        lambda temporary: temporary.write_text(json.dumps(ours, indent=2), "utf-8"),
     )
 
 
@@ -57,7 +58,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes records that share their keys as a csv with a header."""
 
     def write(temporary: Path) -> None:
-        with temporary.open("w", newline="") as file:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
@@ -78,7 +79,7 @@ def read_rows(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[d
     if not path.exists():
         return []
     try:
-        with path.open(newline="") as file:
+        with path.open(encoding="utf-8", newline="") as file:
             header, *lines = csv.reader(file, strict=True)
     except (ValueError, csv.Error):  # no header, or no text
         header, lines = [], []

@@ -14,6 +14,16 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 NAMED = 6  # entries of a folder that a warning names
 
 
+def entries_of(folder: Path) -> list[Path]:
+    """What a folder holds, in the order of names, but for names that begin with a dot.
+
+    Raises:
+      ValueError: if it cannot be read.
+    """
+    with reading(folder, "folder"):
+        return sorted(x for x in folder.iterdir() if x.name[0] != ".")
+
+
 def picture_files(folders: Sequence[Path]) -> list[list[Path]]:
     """The pictures of each folder, in the order of their names.
 
@@ -26,8 +36,7 @@ def picture_files(folders: Sequence[Path]) -> list[list[Path]]:
     pictures: list[list[Path]] = []
     others: list[str] = []
     for folder in folders:
-        with reading(folder, "folder"):
-            entries = sorted(x for x in folder.iterdir() if x.name[0] != ".")
+        entries = entries_of(folder)
         named = [entry for entry in entries if entry.suffix.lower() in ENDINGS]
         for entry in named:
             if not os.path.exists(entry) and entry.is_symlink():
@@ -39,13 +48,17 @@ def picture_files(folders: Sequence[Path]) -> list[list[Path]]:
             others.append(f"{within}{entry.name}{'/' * os.path.isdir(entry)}")
     if others and all(pictures):
         place = folders[0] if len(folders) == 1 else folders[0].parent
-        rest = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
-        warnings.warn(
-            f"{place}: {sum(map(len, pictures))} pictures ({', '.join(ENDINGS)}); not "
-            f"read: {', '.join(others[:NAMED])}{rest}",
-            stacklevel=3,
-        )
+        warn_not_read(f"{place}: {sum(map(len, pictures))} pictures", others)
     return pictures
+
+
+def warn_not_read(read: str, others: Sequence[str]) -> None:
+    """Says in one line what was read, and what was there beside it."""
+    rest = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+    warnings.warn(
+        f"{read} ({', '.join(ENDINGS)}); not read: {', '.join(others[:NAMED])}{rest}",
+        stacklevel=2,
+    )
 
 
 def read_pictures(
@@ -81,17 +94,19 @@ def read_pictures(
                 f"{file} holds {frames} pictures: save each in a file of its own"
             )
         first, last = arrays[0], arrays[-1]
+        apart = file.parent != files[0].parent  # then names may be equal
+        names = [f"{f.parent.name}/" * apart + f.name for f in (files[0], file)]
         if first.ndim != last.ndim:
             kinds = ["grey" if x.ndim == 2 else "colour" for x in (first, last)]
             raise ValueError(
-                f"images must be all grey or all colour: {files[0].name} is {kinds[0]},"
-                f" {file.name} {kinds[1]}"
+                f"images must be all grey or all colour: {names[0]} is {kinds[0]}, "
+                f"{names[1]} {kinds[1]}"
             )
         if first.shape != last.shape:
             sizes = [f"{x.shape[1]} x {x.shape[0]}" for x in (first, last)]
             raise ValueError(
-                f"images must have one size: {files[0].name} is {sizes[0]}, "
-                f"{file.name} {sizes[1]}"
+                f"images must have one size: {names[0]} is {sizes[0]}, {names[1]} "
+                f"{sizes[1]}"
             )
     stacked = np.stack(arrays)
     return stacked if stacked.ndim == 4 else stacked[..., None]

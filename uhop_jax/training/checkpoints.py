@@ -128,7 +128,7 @@ def _remove_unreadable(directory: Path) -> None:
     """Checkpoints whose metrics are damaged, at which a manager would stop."""
     for path in sorted(directory.glob("*/metrics/metrics")):
         try:
-            json.loads(path.read_text())
+            json.loads(path.read_text("utf-8"))
         except ValueError:
             step = path.parent.parent
             warnings.warn(

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from uhop_jax import plotting, records
 from uhop_jax._checks import check_choice
+from uhop_jax._files import user_path
 from uhop_jax.command_line import start_distributed
 from uhop_jax.training.application import Application, Cell, Rows
 from uhop_jax.training.forecasting import Forecasting
@@ -77,7 +78,7 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
 def _judged(study: Application, cell: Cell) -> str:
     """What the best checkpoint of a run says of `config.predict`, or scores."""
     given, directory = study.config.predict, study.directory(cell)
-    if given and not Path(given).exists():
+    if given and not user_path(given).exists():
         raise ValueError(f"predict: no such file or folder: {given}")
     trainer = study.trainer(cell)
     step, state = best_state(trainer, study.goal(), directory)

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from uhop_jax import data, plotting, records
 from uhop_jax._checks import check_choice, check_count, check_named
+from uhop_jax._files import shown_name, user_path
 from uhop_jax.data import Images
 from uhop_jax.data.pictures import picture_files, read_pictures
 from uhop_jax.layers import LinearFeatures
@@ -219,8 +220,8 @@ class Vision(Application):
     ) -> str:
         """Writes `predictions.csv`: class and probability of each image."""
         del cell
-        path, train = Path(self.config.predict), self.images["train"]
-        files = picture_files(path) if path.is_dir() else [path]
+        path, train = user_path(self.config.predict), self.images["train"]
+        [files] = picture_files([path]) if path.is_dir() else [[path]]
         pictures, shape = read_pictures(files), train.raw.shape[1:]
         if pictures.shape[1:] != shape:
             raise ValueError(
@@ -242,7 +243,11 @@ class Vision(Application):
                 label = int(chances.argmax())
                 name = train.classes[label] if train.classes else str(label)
                 rows.append(
-                    {"image": file.name, "class": name, "probability": chances.max()}
+                    {
+                        "image": shown_name(file),
+                        "class": name,
+                        "probability": chances.max(),
+                    }
                 )
         records.write_csv(directory / "predictions.csv", rows)
         lines = [
