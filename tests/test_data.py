@@ -322,6 +322,11 @@ def test_broken_input_gets_one_sentence(tmp_path, case, message):
         (lambda: data.load("mnits"), "unknown data 'mnits'; choose one of digits"),
         (lambda: data.load("synthetic:cube"), "choose one of sphere, gaussian"),
         (lambda: data.load("synthetic:sphere:x"), "synthetic:KIND:DIMENSION, got"),
+        (lambda: data.load("synthetic:sphere:" + "9" * 5000), "KIND:DIMENSION, got"),
+        (
+            lambda: data.load("synthetic:sphere:999999999"),
+            r"10000 patterns of dimension 999999999: 37252.9 GiB are more than the mem",
+        ),
         (lambda: data.images("digits", split="val"), "choose one of train, test"),
         (lambda: data.images("digits", limit=0), "limit must be at least 1, got 0"),
         (lambda: data.synthetic("sphere", 3, 1), "dimension must be at least 2"),
@@ -502,8 +507,10 @@ def test_more_than_fits_into_memory_is_refused(tmp_path, monkeypatch):
     os.truncate(tmp_path / "a.npy", 128 + 2**38)  # a file with a hole, of no size
     np.savez_compressed(tmp_path / "b.npz", np.zeros((1000, 1000), np.uint8))
     monkeypatch.setattr("uhop_jax._files.machine_memory", lambda: 2**19)
-    refused(tmp_path / "a.npy", "a.npy holds 128.0 GiB of numbers, this machine has 0.")
-    refused(tmp_path / "b.npz", "b.npz holds 0.0 GiB of numbers, this machine")
+    refused(tmp_path / "a.npy", "a.npy: 128.0 GiB are more than the memory of this")
+    refused(tmp_path / "b.npz", "b.npz: 0.0 GiB are more than the memory")
+    pictures = write_images(tmp_path / "photos", 9, (300, 300))
+    refused(pictures, "photos: 0.0 GiB are more than the memory")
     assert data.read_patterns(tmp_path / "a.npy", limit=2).values.shape == (2, 2)
 
 

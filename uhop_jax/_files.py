@@ -99,8 +99,12 @@ def read_archive(
             return {name: file[name] for name in names}
 
 
-def check_fits(path: Path, size: int) -> None:
-    """Refuses to load so many bytes if the machine does not have as much memory.
+def check_fits(numbers: object, size: int) -> None:
+    """Refuses numbers of so many bytes if the machine does not have as much memory.
+
+    Args:
+      numbers: words for them, such as the path of their file.
+      size: in bytes.
 
     Raises:
       ValueError: if it has not.
@@ -108,8 +112,8 @@ def check_fits(path: Path, size: int) -> None:
     memory = machine_memory()
     if size > memory:
         raise ValueError(
-            f"{path} holds {size / 2**30:.1f} GiB of numbers, this machine has "
-            f"{memory / 2**30:.1f} GiB of memory: load a part of them"
+            f"{numbers}: {size / 2**30:.1f} GiB are more than the memory of this "
+            f"machine, {memory / 2**30:.1f} GiB; take a part of them"
         )
 
 

@@ -177,7 +177,7 @@ def _import_tfds() -> Any:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise ValueError(
-            f"reading this data set needs tensorflow-datasets ({error}): {INSTALL}"
+            f"reading this data set needs the package {error.name}: {INSTALL}"
         ) from None
     return tfds
 
@@ -264,11 +264,13 @@ def _tiny_imagenet_files(root: Path, split: str) -> list[tuple[Path, int]]:
     classes = (root / "wnids.txt").read_text("utf-8").split()
     number = {wnid: index for index, wnid in enumerate(classes)}
     if split == "train":
-        return [
-            (file, number[wnid])
-            for wnid in classes
-            for file in sorted((root / "train" / wnid / "images").glob("*.JPEG"))
-        ]
+        found = []
+        for wnid in classes:
+            files = sorted((root / "train" / wnid / "images").glob("*.JPEG"))
+            if not files:
+                raise ValueError(f"{wnid} is empty")
+            found += [(file, number[wnid]) for file in files]
+        return found
     notes = (root / "val" / "val_annotations.txt").read_text("utf-8")
     pairs = [line.split("\t")[:2] for line in notes.splitlines()]
     return [(root / "val" / "images" / f, number[wnid]) for f, wnid in pairs]

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ def load(
         return _patterns(found.patterns, found.pixels.shape[1:])
     if source.startswith("synthetic:"):
         _, kind, *rest = source.split(":")
-        if len(rest) > 1 or not all(x.isdecimal() for x in rest):
+        if len(rest) > 1 or not all(re.fullmatch("[0-9]{1,9}", x) for x in rest):
             raise ValueError(
                 f"synthetic data is synthetic:KIND:DIMENSION, got {source!r}"
             )
@@ -105,13 +106,15 @@ def synthetic(
       correlation: expected cosine of two `correlated` patterns.
 
     Raises:
-      ValueError: if the kind is unknown or a number is out of range.
+      ValueError: if the kind is unknown, a number is out of range, or there is not
+        enough memory.
     """
     check_choice("kind of synthetic data", kind, SYNTHETIC)
     check_count("number", number, 1)
     check_count("dimension", dimension, 2)
     if not 0 <= correlation < 1:
         raise ValueError(f"correlation must be in [0, 1), got {correlation}")
+    check_fits(f"{number} patterns of dimension {dimension}", 4 * number * dimension)
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((number, dimension), np.float32)
     if kind == "sphere":

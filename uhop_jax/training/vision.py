@@ -19,7 +19,7 @@ from uhop_jax import data, plotting, records
 from uhop_jax._checks import check_choice, check_count, check_named
 from uhop_jax._files import shown_name, user_path
 from uhop_jax.data import Images
-from uhop_jax.data.pictures import picture_files, read_pictures
+from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import ViH, VisionHopfield
 from uhop_jax.training.application import (
@@ -222,6 +222,8 @@ class Vision(Application):
         del cell
         path, train = user_path(self.config.predict), self.images["train"]
         [files] = picture_files([path]) if path.is_dir() else [[path]]
+        if not files:
+            raise ValueError(f"predict: {path} holds no images ({', '.join(ENDINGS)})")
         pictures, shape = read_pictures(files), train.raw.shape[1:]
         if pictures.shape[1:] != shape:
             raise ValueError(
