@@ -514,6 +514,14 @@ def test_more_than_fits_into_memory_is_refused(tmp_path, monkeypatch):
     assert data.read_patterns(tmp_path / "a.npy", limit=2).values.shape == (2, 2)
 
 
+def test_numbers_that_look_like_the_end_of_an_archive_are_read(tmp_path):
+    numbers = np.zeros((2, 40), np.uint8)
+    numbers[0, :4] = list(b"PK\5\6")
+    np.save(tmp_path / "a.npy", numbers)
+    assert zipfile.is_zipfile(tmp_path / "a.npy")
+    assert data.read_patterns(tmp_path / "a.npy").values.shape == (2, 40)
+
+
 @pytest.mark.parametrize("damage", ["encrypted", "compression", "bits", "header"])
 def test_odd_archives_are_refused(tmp_path, damage):
     path = tmp_path / "a.npz"

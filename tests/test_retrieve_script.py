@@ -301,6 +301,7 @@ def test_results_of_another_run_are_left_alone(tmp_path):
         ({"memories": (1,)}, "memories must be at least 2, got 1"),
         ({"memories": (5000,)}, "at most 898, half of the 1797 .* got 5000"),
         ({"memories": ()}, "must name at least one cell"),
+        ({"images": 101}, "images must be at most 100, got 101"),
         ({"runs": 0}, "runs must be at least 1, got 0"),
         ({"data.name": "nothing"}, "nothing"),
         ({"protocol": "unfair"}, "choose one of fair, paper, reference"),

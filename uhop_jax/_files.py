@@ -66,7 +66,9 @@ def mapped_array(path: str | Path, argument: str = "") -> np.ndarray:
     path = user_path(path)
     named = f"{argument}: {path}" if argument else str(path)
     with reading(named, ".npy file of numbers"):
-        if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:  # data may hold what else makes an archive
+            begins = file.read(4) == b"PK\3\4"
+        if not (begins and zipfile.is_zipfile(path)):
             return np.lib.format.open_memmap(path, mode="r")
     raise ValueError(
         f"{named} is a .npz archive, expected a .npy file: save one array with "

@@ -11,6 +11,7 @@ from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
 
 ERROR = "error (sum of squared pixel differences)"
+MOST_IMAGES = 100  # rows of an image grid; Matplotlib draws no more than 65,536 dots
 FEW = 7  # methods that one panel can show
 _GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
 _GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}

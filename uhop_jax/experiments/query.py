@@ -26,7 +26,6 @@ from uhop_jax.streaming import retrieve_streamed
 from uhop_jax.theory import effective_memories
 
 MAX_UPDATES = 100
-MOST_IMAGES = 100  # queries in a picture
 
 
 class CalibratedMemory(NamedTuple):
@@ -211,7 +210,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
       ValueError: if something cannot be read, or does not fit.
     """
     began = time.perf_counter()
-    check_count("images", config.images, 0, MOST_IMAGES)
+    check_count("images", config.images, 0, figures.MOST_IMAGES)
     memory = CalibratedMemory.load(config.memory) if config.memory else None
     stored: Any = memory or _patterns(config)
     queries = data.read_patterns(config.queries) if config.queries else None

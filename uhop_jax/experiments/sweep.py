@@ -404,7 +404,7 @@ def _check(study: Study, cells: Sequence[Cell]) -> None:
     check_count("runs", config.runs, 1)
     check_count("tuning_queries", config.tuning_queries, 1)
     check_count("calibration_queries", config.calibration_queries, 1)
-    check_count("images", config.images, 0)
+    check_count("images", config.images, 0, figures.MOST_IMAGES)
     if not cells:
         raise ValueError("memories and corruption.levels must name at least one cell")
     for cell in cells:
