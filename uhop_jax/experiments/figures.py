@@ -9,6 +9,7 @@ import numpy as np
 from uhop_jax import plotting, records
 from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
+from uhop_jax.workdir import write_file
 
 ERROR = "error (sum of squared pixel differences)"
 FEW = 7  # methods that one panel can show
@@ -56,11 +57,9 @@ def sweep(rows: Sequence[Mapping[str, Any]]) -> list[plotting.Panel]:
 
 def save(path: Path, parts: Sequence[plotting.Panel], title: str) -> None:
     """Writes the panels whole or not at all."""
-    records.write_whole(path, lambda file: plotting.panels(file, parts, title=title))
+    write_file(path, lambda file: plotting.panels(file, parts, title=title))
 
 
 def images(path: Path, columns: Mapping[str, np.ndarray], title: str) -> None:
     """Writes an image grid whole or not at all."""
-    records.write_whole(
-        path, lambda file: plotting.image_grid(file, columns, title=title)
-    )
+    write_file(path, lambda file: plotting.image_grid(file, columns, title=title))
