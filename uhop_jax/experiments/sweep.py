@@ -417,7 +417,9 @@ def _block_size(study: Study, cell: Cell) -> int:
         numbers += variants.get(family, 1) * (d * d if dense else 2 * M * d)
     numbers += M * M * sum(variants.get(m.family, 1) for m in methods)
     most = max(BYTES // (4 * numbers), 1)
-    sizes = [n for n in range(1, study.config.runs + 1) if study.config.runs % n == 0]
+    runs = study.config.runs
+    small = [n for n in range(1, math.isqrt(runs) + 1) if runs % n == 0]
+    sizes = sorted({*small, *(runs // n for n in small)})
     enough = [n for n in sizes if n >= _tuning_sets(study.config, cell)]
     return max(n for n in sizes if n <= min([most, *enough[:1]]))
 
