@@ -17,7 +17,7 @@ from studies import CURVES, STUDIES
 
 from uhop_jax import records
 from uhop_jax.command_line import load_config
-from uhop_jax.training.application import slug
+from uhop_jax.training.application import directory_name
 from uhop_jax.training.vision import Cell
 
 ROOT = Path(__file__).parent.parent
@@ -155,16 +155,16 @@ def run(name: str, data: str) -> None:
     command = STUDIES[name].command if name in STUDIES else here
     record = provenance.made_now(kind(name), command)
     if name in STUDIES:
-        workdir = WORK / name
-        begun = provenance.read(workdir / "made_by.json")
+        workdir, beside = WORK / name, WORK / f"{name}.made_by.json"
+        begun = provenance.read(beside)
         same = [begun.get(k) == record[k] for k in ("modules", "command")]
         if all(same):
             record = begun
         elif workdir.exists():
             print(f"{name}: begun by other code or another command, begins anew")
             shutil.rmtree(workdir)
-        workdir.mkdir(parents=True, exist_ok=True)
-        provenance.write(workdir / "made_by.json", record)
+        WORK.mkdir(parents=True, exist_ok=True)
+        provenance.write(beside, record)
         flags = [f"--workdir={workdir}"] + [f"--config.data.dir={data}"] * bool(data)
         arguments = [sys.executable, *shlex.split(command), *flags]
         subprocess.run(arguments, cwd=ROOT, check=True)
@@ -201,7 +201,7 @@ def curves(workdir: Path) -> list[dict[str, Any]]:
     for row in _rows(workdir / "results.csv"):
         cell = Cell(row["arm"], int(row["size"]), int(row["patch"]))
         about = {"data": row["data"], "arm": cell.arm, "size": cell.size}
-        run = workdir / slug(cell.title)
+        run = workdir / directory_name(cell)
         for epoch in _rows((run if run.is_dir() else workdir) / "metrics.csv"):
             if (epoch["phase"], epoch["seed"]) == ("task", row["seed"]):
                 numbers = {key: f"{float(epoch[key]):.4g}" for key in CURVE}

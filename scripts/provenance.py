@@ -37,8 +37,10 @@ INERT = {
     "uhop_jax.experiments.query": "a command for patterns of one's own: no study",
     "uhop_jax.paper": "numbers of the paper, printed beside",
     "uhop_jax.plotting": "draws",
+    "uhop_jax.progress": "says how far a run is",
     "uhop_jax.records": "writes files and summaries",
     "uhop_jax.training.checkpoints": "saves and restores a state bit for bit",
+    "uhop_jax.workdir": "claims and checks the directory of a run",
 }
 # Modules of methods that no protocol with one beta has.
 FAIR_ALONE = {

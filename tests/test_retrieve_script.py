@@ -26,6 +26,7 @@ from uhop_jax import (
     experiments,
     fit_sgd,
     plotting,
+    progress,
     records,
     save,
 )
@@ -84,9 +85,9 @@ def errors_of(rows):
 def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsys):
     config = get_config(methods=())
     experiments.run(config, tmp_path / "run")
-    written = {path.name for path in (tmp_path / "run").iterdir()}
+    written = {path.name for path in (tmp_path / "run").glob("[!.]*")}
     assert written == {
-        *("config.json", "results.csv", "differences.csv", "figure.png"),
+        *("config.json", "run.json", "results.csv", "differences.csv", "figure.png"),
         "retrieved.png",
     }
     assert json.loads((tmp_path / "run" / "config.json").read_text())["runs"] == 2
@@ -270,29 +271,75 @@ def test_patterns_beyond_the_unit_range_are_not_clamped(tmp_path, kinds):
         experiments.run(config, tmp_path / "other")
 
 
-def test_results_of_another_run_are_left_alone(tmp_path):
-    config = get_config(methods=FEW)
-    records.claim(config, tmp_path)
-    path = tmp_path / "results.csv"
-    for text, message in [
-        ("a,b\n1,2\n", "has columns a, b, this run writes data"),
-        ("", "has columns none, this run writes data"),
-        (",".join(sweep.ABOUT | sweep.SCORES) + "\nx,fair\n", "is damaged"),
-        (
-            ",".join(sweep.ABOUT | sweep.SCORES)
-            + "\ndigits,fair,7.5,mask,0.5,MHM,,0,1,1,1,1\n",
-            "is damaged",
-        ),
-        (
-            ",".join(sweep.ABOUT | sweep.SCORES)
-            + "\ndigits,fair,7,mask,0.5,MHM,,0,1,1,1,1\n",
-            "holds cells of another run",
-        ),
-    ]:
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            experiments.run(config, tmp_path)
-        assert path.read_text() == text
+def two_cells(**changes):
+    levels = {"corruption.levels.mask": (0.2, 0.4), "runs": 1, "images": 0}
+    return get_config(methods=("MHM", "cosine"), **levels | changes)
+
+
+def quick(study, cell, timed):
+    """Records of a cell that cost nothing."""
+    timed.done(1)
+    scores = {"beta": 1 / 3, "error": cell.level / 7, "top1": 1.0, "exact": 0.5}
+    rows = [sweep.base_row(study, cell, name, "", 0) for name in ("MHM", "cosine")]
+    return [row | scores for row in rows]
+
+
+def test_results_that_were_changed_are_refused_and_data_too(tmp_path, monkeypatch):
+    """A line less, a digit less, and patterns that were swapped between two cells."""
+    monkeypatch.chdir(tmp_path)
+    values = data.load("digits", limit=60).values
+    np.save("mine.npy", values)
+    config, workdir = two_cells(**{"data.name": "mine.npy"}), tmp_path / "run"
+    experiment = experiments.EXPERIMENTS["demo"]._replace(cell=quick)
+    sweep.run(experiment, config, workdir)
+    path = workdir / "results.csv"
+    whole = path.read_bytes()
+    assert whole.count(b"\n") == 5
+    for text in (whole[: whole.rstrip().rfind(b"\n") + 1], whole[:-4] + whole[-2:]):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match="results.csv is not as the run has left"):
+            sweep.run(experiment, config, workdir)
+        assert path.read_bytes() == text
+    path.unlink()  # what is gone is computed again
+    sweep.run(experiment, config, workdir)
+    assert path.read_bytes() == whole
+    np.save("mine.npy", values[::-1])
+    with pytest.raises(ValueError, match=r"on another mine.npy: it had shape \(60, 64"):
+        sweep.run(experiment, config, workdir)
+    assert path.read_bytes() == whole
+
+
+def test_what_fails_late_does_not_bind_the_directory(tmp_path):
+    experiment = experiments.EXPERIMENTS["demo"]
+
+    def fails(study, cell, timed):
+        raise ValueError("memories 3 and 5 are equal")
+
+    with pytest.raises(ValueError, match="are equal"):
+        sweep.run(experiment._replace(cell=fails), two_cells(), tmp_path)
+
+    def ends(study, cell, timed):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(experiment._replace(cell=ends), two_cells(seed=3), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 3
+
+
+@pytest.mark.parametrize("variant", ["demo", "scatter"])
+def test_the_cells_of_a_run_tell_how_far_it_is(tmp_path, monkeypatch, variant):
+    """A part at a time, and all of it at the end: no run is at 0 of 1 throughout."""
+    bars = []
+
+    class Recorded(progress.Progress):
+        def advance(self, units):
+            bars.append(self)
+            super().advance(units)
+
+    monkeypatch.setattr(sweep, "Progress", Recorded)
+    experiments.run(get_config(variant, methods=FEW, images=0), tmp_path / "run")
+    assert len(bars) > 1 and bars[0].done == bars[0].total > 1
+    assert bars[0].unit == "memory sets"
 
 
 @pytest.mark.parametrize(
@@ -307,6 +354,9 @@ def test_results_of_another_run_are_left_alone(tmp_path):
         ({"protocol": "unfair"}, "choose one of fair, paper, reference"),
         ({"methods": ("MHN",)}, "unknown method of the fair protocol 'MHN'"),
         ({"corruption.kinds": ("smear",)}, "choose one of mask, known_mask"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"memories": (10, 10)}, "memories must name each once, got 10 twice"),
+        ({"memories": (10.5,)}, "memories must hold values of type int, got 10.5"),
         ({"corruption.levels.mask": (1.5,)}, "mask must be in \\[0, 1\\], got 1.5"),
         ({"corruption.levels.mask": (-0.5,)}, "levels must be at least 0, got -0.5"),
         ({"stage_one.t": -1.0}, "stage_one.t must be positive and finite, got -1.0"),
@@ -347,25 +397,6 @@ def test_steps_left_open_are_those_of_the_paper(variant, name, protocol, steps):
     assert config.stage_one.steps == (7,)
 
 
-def test_workdir_of_another_config_is_left_alone(tmp_path):
-    records.claim(get_config(), tmp_path)
-    kept = (tmp_path / "config.json").read_bytes()
-    with pytest.raises(ValueError, match="config.stage_one.t=2.0, this one has 3.0"):
-        records.claim(get_config(**{"stage_one.t": 3.0}), tmp_path)
-    assert (tmp_path / "config.json").read_bytes() == kept
-    records.claim(get_config(), tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not a readable config"):
-        records.claim(get_config(), tmp_path)
-
-
-def test_workdir_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="is a file, it must be a directory"):
-        records.claim(get_config(), tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_rounding_does_not_choose_among_kernels_that_recall_everything():
     method = next(m for m in FAIR if m.name == "U-Hop")
     entries = [Entry(method, f"N={n}", Dot()) for n in (1, 10, 30, 100)]
@@ -376,19 +407,6 @@ def test_rounding_does_not_choose_among_kernels_that_recall_everything():
         assert best_entries(entries, errors + noise, betas) == [(2, 3.0)]
         every = best_entries(entries, errors + noise, betas, every_setting=True)
         assert every == [(0, 4.0), (1, 3.0), (2, 3.0), (3, 3.0)]
-
-
-def test_an_interrupted_write_keeps_the_old_file(tmp_path):
-    path = tmp_path / "results.csv"
-    records.write_csv(path, [{"a": 1}])
-
-    def fail(temporary):
-        temporary.write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        records.write_whole(path, fail)
-    assert path.read_text() == "a\n1\n"
 
 
 def test_tables_are_utf8_in_any_locale(tmp_path):
@@ -528,8 +546,11 @@ def test_photos_are_stored_reloaded_and_found_by_halves(tmp_path, prepared, coun
     assert all(0 <= float(row["margin"]) <= 1 for row in rows)
     found = np.load(tmp_path / "found" / "retrieved.npz")
     assert found["patterns"].shape == (count, np.prod(shape))
-    written = {path.name for path in (tmp_path / "found").iterdir()}
-    assert written == {"config.json", "answers.csv", "retrieved.npz", "retrieved.png"}
+    written = {path.name for path in (tmp_path / "found").glob("[!.]*")}
+    assert written == {
+        *("config.json", "run.json", "answers.csv", "retrieved.npz"),
+        "retrieved.png",
+    }
 
 
 def test_known_missing_pixels_are_left_out(tmp_path):
@@ -601,6 +622,9 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
             {"block": 3, "shards": 1},
             "block 3 and mapped '' stream the memories",
         ),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"shards": 99}, "shards is 99, but there are"),
+        ({"data.name": "equal.npy"}, "memories must differ: all are equal"),
         ({"mapped": "wide.npy"}, r"mapped has shape \(3, 9\), patterns have dimension"),
         ({"mapped": "bad.npy"}, "mapped must hold floating patterns"),
         ({"mapped": "kernel.npz"}, "mapped: kernel.npz is a .npz archive"),
@@ -622,6 +646,7 @@ def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
     np.save("wide.npy", np.zeros((3, 9)))
     np.save("bad.npy", np.zeros((3, 9), bool))
     np.save("good.npy", np.zeros((2, 8, 8)))
+    np.save("equal.npy", np.ones((2, 64)))
     save("kernel.npz", Centering(jax.numpy.zeros(3)))
     digits = data.load("digits", limit=20).values.astype(np.float64)
     np.save("bytes.npy", np.round(digits.reshape(-1, 8, 8) * 255))

@@ -1,5 +1,6 @@
 import json
 import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,34 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch, fails):
     assert_same(load(path), KERNEL)
     save(path, Softmax())
     assert_same(load(path), Softmax())
+
+
+def test_of_several_writers_the_last_wins(tmp_path):
+    """Each has a temporary file of its own (C2-08)."""
+    memories = []
+    for n in range(3):
+        patterns = draw(64 * 2**n, 50, seed=n)
+        memories.append(Memory(patterns, None, jnp.ones(len(patterns), bool)))
+    errors = []
+
+    def write(memory):
+        try:
+            for _ in range(2):
+                save(tmp_path / "memory.npz", memory)
+        except Exception as error:
+            errors.append(error)
+
+    for _ in range(10):
+        threads = [threading.Thread(target=write, args=(m,)) for m in 3 * memories]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = load(tmp_path / "memory.npz")
+        wanted = memories[len(found.patterns).bit_length() - 7]
+        np.testing.assert_array_equal(found.patterns, wanted.patterns)
+    assert not errors
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.npz"]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ that hold them. Nothing is pickled, and loading builds types of this library alo
 import dataclasses
 import json
 import os
+import secrets
 import types
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def save(path: str | Path, tree: Any) -> Path:
     """Saves a kernel, similarity, separation, memory, calibration or corruption.
 
     The file appears whole or not at all: an earlier one of that name is replaced only
-    once everything is written.
+    once everything is written. Of several writers at once, the last one wins.
 
     Args:
       path: file to write; `.npz` is added and directories are made if missing.
@@ -62,16 +63,33 @@ def save(path: str | Path, tree: Any) -> Path:
         path = path.with_name(path.name + ".npz")
     arrays: dict[str, np.ndarray] = {}
     description = {"uhop_jax": _VERSION, "tree": _describe(tree, "tree", arrays)}
-    partial = path.with_name(f".{path.name}.partial")
+    arrays["description"] = np.asarray(json.dumps(description))
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+
+    def write(partial: Path) -> None:
         with partial.open("wb") as file:
-            arrays["description"] = np.asarray(json.dumps(description))
             np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+
+    write_whole(path, write)
+    return path
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Calls `write` with a path of its own, and moves the result to `path` at once.
+
+    Args:
+      path: file to write, in a directory that is there.
+      write: writes the whole file to the path that it is given, which has the ending
+        of `path`.
+    """
+    partial = path.with_name(
+        f".{path.stem[:40]}.{secrets.token_hex(8)}.partial{path.suffix}"
+    )
+    try:
+        write(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return path
 
 
 def load(path: str | Path) -> Any:

@@ -12,18 +12,19 @@ from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
 from uhop_jax import data, records
-from uhop_jax._checks import check_count
+from uhop_jax._checks import check_count, check_seed
 from uhop_jax._files import mapped_array
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.data.patterns import check_scale, mapped_patterns
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
-from uhop_jax.experiments.sweep import load_patterns
+from uhop_jax.experiments.sweep import load_patterns, patterns_read
 from uhop_jax.retrieval import converge, has_energy
 from uhop_jax.sharding import memory_mesh, shard_memories
 from uhop_jax.storage import load, save
 from uhop_jax.streaming import retrieve_streamed
 from uhop_jax.theory import effective_memories
+from uhop_jax.workdir import check, claimed, fingerprint, write_file, write_table
 
 MAX_UPDATES = 100
 
@@ -211,16 +212,24 @@ def run(config: ConfigDict, workdir: Path) -> None:
     """
     began = time.perf_counter()
     check_count("images", config.images, 0, figures.MOST_IMAGES)
+    check_seed("seed", config.seed)
     memory = CalibratedMemory.load(config.memory) if config.memory else None
     stored: Any = memory or _patterns(config)
+    read = patterns_read(config.memory or config.data.name, stored)
     queries = data.read_patterns(config.queries) if config.queries else None
     if queries is not None and tuple(queries.shape) != tuple(stored.shape):
         raise ValueError(
             f"queries have shape {queries.shape}, the memories {stored.shape}"
         )
+    if queries is not None:
+        read |= patterns_read(config.queries, queries)
     observed = _observed(config.observed, queries)
+    if observed is not None:
+        read[config.observed] = fingerprint(np.asarray(observed))
     check_count("block", config.block, 0)
     check_count("shards", config.shards, 0)
+    if config.shards:
+        memory_mesh(config.shards)
     in_blocks = bool(config.block or config.mapped)
     if in_blocks and config.shards:
         raise ValueError(
@@ -237,49 +246,68 @@ def run(config: ConfigDict, workdir: Path) -> None:
     corruption = corruption_of(options.kind, options.level, shape, clamped=clamped)
     if observed is not None:
         corruption = KnownMasks(observed)
-    records.claim(config, workdir)
-
-    written = []
+    check(workdir, config, read)
     if memory is None:
         values = jnp.asarray(stored.values)
         model = calibrate(jax.random.key(config.seed), values, corruption)
-        shape, names = tuple(stored.shape), stored.names
-        memory = CalibratedMemory(values, model, shape, names)
-        memory.save(workdir / "memory.npz")
-        written.append("memory.npz")
-    print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
+        memory = CalibratedMemory(values, model, tuple(stored.shape), stored.names)
+    found = None
+    patterns = np.asarray(memory.values) if mapped is None else mapped
     if queries is not None:
         asked = jnp.asarray(queries.values)
-        patterns = np.asarray(memory.values) if mapped is None else mapped
         if in_blocks:
             found = answer_in_blocks(
                 memory.model, patterns, asked, observed, block=config.block or None
             )
         else:
             found = answer(memory, asked, observed, shards=config.shards)
+    with claimed(workdir, config, read):
+        written = _write(config, workdir, memory, patterns, queries, found)
+    print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
+    if queries is not None and found is not None:
         names = memory.names if mapped is None else range(len(mapped))
         rows = _rows(names, queries, found)
-        records.write_csv(workdir / "answers.csv", rows)
-        arrays: Any = {
-            "patterns": found.state,
-            "index": found.nearest,
-            "weights": found.weights,
-        }
-        records.write_whole(
-            workdir / "retrieved.npz",
-            lambda path: np.savez(path, allow_pickle=False, **arrays),
-        )
-        written += ["answers.csv", "retrieved.npz"]
-        if len(shape) == 3 and shape[-1] in data.CHANNELS and config.images:
-            path = workdir / "retrieved.png"
-            _picture(path, memory, patterns, names, queries, found, config.images)
-            written.append("retrieved.png")
         shown = [list(rows[0]), *([str(x) for x in r.values()] for r in rows[:10])]
         print(records.aligned(shown))
         if len(rows) > 10:
             print(f"... and {len(rows) - 10} more in answers.csv")
     spent = time.perf_counter() - began
     print(f"{spent:.1f} s; written to {workdir}: {', '.join(written) or 'nothing new'}")
+
+
+def _write(
+    config: ConfigDict,
+    workdir: Path,
+    memory: CalibratedMemory,
+    patterns: np.ndarray,
+    queries: data.Patterns | None,
+    found: Answers | None,
+) -> list[str]:
+    """Writes the files of a run; returns their names."""
+    written = []
+    if not config.memory:
+        write_file(workdir / "memory.npz", memory.save)
+        written.append("memory.npz")
+    if queries is None or found is None:
+        return written
+    names = range(len(patterns)) if config.mapped else memory.names
+    write_table(workdir / "answers.csv", _rows(names, queries, found))
+    arrays: Any = {
+        "patterns": found.state,
+        "index": found.nearest,
+        "weights": found.weights,
+    }
+    write_file(
+        workdir / "retrieved.npz",
+        lambda path: np.savez(path, allow_pickle=False, **arrays),
+    )
+    written += ["answers.csv", "retrieved.npz"]
+    drawn = len(memory.shape) == 3 and memory.shape[-1] in data.CHANNELS
+    if drawn and config.images:
+        path = workdir / "retrieved.png"
+        _picture(path, memory, patterns, names, queries, found, config.images)
+        written.append("retrieved.png")
+    return written
 
 
 def _patterns(config: ConfigDict) -> data.Patterns:

@@ -37,6 +37,7 @@ from uhop_jax.training.steps import (
     Trainer,
     TrainState,
 )
+from uhop_jax.workdir import fingerprint, write_table
 
 MODELS = ("vih", "transformer")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -91,6 +92,20 @@ class Vision(Application):
         if options.test_limit:
             found["test"] = data.subset(found["test"], options.test_limit)
         return found
+
+    def read(self, cell: Any) -> dict[str, Any]:
+        del cell
+        return self._read
+
+    @functools.cached_property
+    def _read(self) -> dict[str, Any]:
+        name = self.config.data.name
+        return {
+            f"{name}, {split} split": fingerprint(
+                images.raw, images.labels, images.classes
+            )
+            for split, images in self.images.items()
+        }
 
     @property
     def title(self) -> str:
@@ -251,7 +266,7 @@ class Vision(Application):
                         "probability": chances.max(),
                     }
                 )
-        records.write_csv(directory / "predictions.csv", rows)
+        write_table(directory / "predictions.csv", rows)
         lines = [
             f"{row['image']}: {row['class']} ({100 * row['probability']:.0f} %)"
             for row in rows[:20]
