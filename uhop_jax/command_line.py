@@ -113,7 +113,7 @@ def run_script(
         file.
       workdir: default of `--workdir`.
     """
-    _speak_plainly()
+    _configure_output()
     values = flags.FLAGS
     shipped = configs()
     # What `--help` prints: the variants, what they ask and cost.
@@ -160,7 +160,7 @@ def run_script(
     app.run(main, flags_parser=parse)
 
 
-def _speak_plainly() -> None:
+def _configure_output() -> None:
     """What a terminal cannot show is escaped, and a warning is one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
