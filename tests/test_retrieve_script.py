@@ -22,6 +22,7 @@ from uhop_jax import (
     NegativeSquaredL2,
     Noise,
     Softmax,
+    command_line,
     data,
     experiments,
     fit_sgd,
@@ -481,6 +482,14 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
         assert message in err and "Traceback" not in err
         assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "r").exists()
+
+
+def test_a_config_may_lie_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for flag in ("--config", "-config"):
+        argument = command_line._found(f"{flag}=~/own.py:demo", {})
+        assert argument == f"{flag}=/home/me/own.py:demo"
+    assert command_line._found("--config.a=~b", {}) == "--config.a=~b"
 
 
 def photos(folder, patterns, shape):

@@ -195,7 +195,7 @@ def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
         `configs/NAME.py` is the one that comes with the package where there is no such
         file.
     """
-    _speak_plainly()
+    _configure_output()
     values = flags.FLAGS
     shipped = configs()
     # What `--help` prints: the variants, what they ask and cost.
@@ -251,7 +251,7 @@ def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
     app.run(main, flags_parser=parse)
 
 
-def _speak_plainly() -> None:
+def _configure_output() -> None:
     """What a terminal cannot show is escaped, and a warning is one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
