@@ -140,7 +140,7 @@ def test_retrieve_says_what_is_wrong_and_writes_nothing(tmp_path):
 
 
 def test_train_says_what_is_wrong(tmp_path):
-    """Divergence, sizes beyond memory, a config of the other script, damaged records."""
+    """Divergence, sizes beyond memory, another script's config, damaged records."""
     (tmp_path / "own.py").write_text(
         OWN.format(name="vision", variant="digits", change="config.train.epochz = 3")
     )
