@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from conftest import ROOT, config_of, run_script
+from conftest import ROOT, config_module, config_of, run_script
 
-from uhop_jax.command_line import _place, check_config
+from uhop_jax.command_line import _place, check_config, cost
 from uhop_jax.progress import Progress
 
 
@@ -63,13 +63,18 @@ def test_missing_keys_and_other_scripts_are_named():
 
 @pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
 def test_every_variant_is_like_itself(name):
-    from conftest import config_module
-
     for variant in config_module(name).VARIANTS:
         check_config(config_of(name, variant), name)
     if name == "time_series":  # equal fractions are no duplicates
         check_config(changed(name, "data.split", (0.4, 0.3, 0.3)), name)
         check_config(changed(name, "model.alpha_start", 0.5), name)
+
+
+@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
+def test_every_variant_says_what_it_costs(name):
+    for variant in config_module(name).VARIANTS:
+        assert cost(name, variant), variant
+    assert cost(name, "mine") == ""
 
 
 def test_every_task_and_variant_has_a_directory_of_its_own():
