@@ -163,7 +163,7 @@ def run(name: str, data: str) -> None:
         elif workdir.exists():
             print(f"{name}: begun by other code or another command, begins anew")
             shutil.rmtree(workdir)
-        WORK.mkdir(parents=True, exist_ok=True)
+        workdir.mkdir(parents=True, exist_ok=True)
         provenance.write(beside, record)
         flags = [f"--workdir={workdir}"] + [f"--config.data.dir={data}"] * bool(data)
         arguments = [sys.executable, *shlex.split(command), *flags]

@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from conftest import ROOT, config_of, run_script
+from conftest import ROOT, config_module, config_of, run_script
 
-from uhop_jax.command_line import _place, check_config
+from uhop_jax.command_line import _place, check_config, cost
 from uhop_jax.progress import Progress
 
 
@@ -63,13 +63,18 @@ def test_missing_keys_and_other_scripts_are_named():
 
 @pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
 def test_every_variant_is_like_itself(name):
-    from conftest import config_module
-
     for variant in config_module(name).VARIANTS:
         check_config(config_of(name, variant), name)
     if name == "time_series":  # equal fractions are no duplicates
         check_config(changed(name, "data.split", (0.4, 0.3, 0.3)), name)
         check_config(changed(name, "model.alpha_start", 0.5), name)
+
+
+@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
+def test_every_variant_says_what_it_costs(name):
+    for variant in config_module(name).VARIANTS:
+        assert cost(name, variant), variant
+    assert cost(name, "mine") == ""
 
 
 def test_every_task_and_variant_has_a_directory_of_its_own():
@@ -140,7 +145,7 @@ def test_retrieve_says_what_is_wrong_and_writes_nothing(tmp_path):
 
 
 def test_train_says_what_is_wrong(tmp_path):
-    """Divergence, sizes beyond memory, a config of the other script, damaged records."""
+    """Divergence, sizes beyond memory, another script's config, damaged records."""
     (tmp_path / "own.py").write_text(
         OWN.format(name="vision", variant="digits", change="config.train.epochz = 3")
     )

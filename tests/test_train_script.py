@@ -360,6 +360,30 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
     assert mine.read_text() == "no JSON"
 
 
+@pytest.mark.parametrize("limit", [600, 3000, 20_000])
+def test_a_full_disk_is_one_sentence(tmp_path, limit):
+    """Files may grow to so many bytes: of tables, of checkpoints, of pictures."""
+    program = f"""
+import resource, runpy, sys
+import uhop_jax.training
+sys.argv = ["train.py", *{FLAGS!r}, "--config.train.epochs=1", "--workdir=run"]
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    lines = [x for x in done.stderr.splitlines() if " examples, " not in x]  # progress
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert "File too large" in lines[0]
+    if limit == 3000:
+        assert "run/checkpoints cannot be written (File too large)" in lines[0]
+
+
 def test_what_cannot_be_read_is_no_damage(finished, tmp_path, monkeypatch):
     """Too many open files, a missing permission: the run stops, checkpoints stay."""
     run = tmp_path / "run"

@@ -78,6 +78,18 @@ def config_module(name: str) -> ModuleType:
     return module
 
 
+def cost(name: str, variant: str) -> str:
+    """What a variant costs as it is shipped, in words of its config's table.
+
+    It is "" for a variant that the table does not have.
+    """
+    for line in (config_module(name).__doc__ or "").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 3 and f"`{variant}`" in cells[1]:
+            return cells[-2]
+    return ""
+
+
 def load_config(
     name: str, *variant: str, changes: Mapping[str, Any] | None = None
 ) -> ConfigDict:

@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from uhop_jax import data, records
 from uhop_jax._checks import check_choice, check_count, check_seed
 from uhop_jax.calibration import Calibration, calibrate
+from uhop_jax.command_line import cost
 from uhop_jax.corruption import Corruption
 from uhop_jax.experiments import evaluation, figures
 from uhop_jax.experiments.corruptions import KINDS, corruption_of
@@ -207,6 +208,12 @@ def _run(
     before = sum(number for cell, number in sets.items() if cell in finished)
     progress = Progress(config.variant, sum(sets.values()), "memory sets", done=before)
     timed = Timed(progress)
+    shipped = cost("retrieval", config.variant)
+    print(
+        f"{config.variant}: {len(cells)} cells, {progress.total:,} memory sets, "
+        f"{before:,} of them done; cost as shipped, on 2 cores: {shipped}",
+        flush=True,
+    )
     try:
         for cell in cells:
             if cell not in finished:

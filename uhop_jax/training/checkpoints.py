@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,9 @@ class Checkpoints:
         # Orbax tells every step, and of errors more than is raised here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory = directory
+        self._told = sys.unraisablehook
+        if not read_only:
+            sys.unraisablehook = self._tell
         self._chosen = _Chosen()
         if not read_only:
             _set_damaged_aside(directory)
@@ -126,9 +130,18 @@ class Checkpoints:
         """
         try:
             self.wait()
+            sys.unraisablehook = self._told
         finally:
             with _writing(self.directory):
                 self._manager.close()
+
+    def _tell(self, unraisable: Any) -> None:
+        """Leaves out what TensorStore's threads say after a write that has failed.
+
+        The failure itself is raised; they go on to report to a loop that has ended.
+        """
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._told(unraisable)
 
 
 class _Chosen(managers.PreservationPolicy):

@@ -146,9 +146,10 @@ def number_of_parameters(model: nnx.Module) -> int:
 def _check_memory(parameters: int, seeds: int, device: Any) -> None:
     """Refuses a state that memory cannot hold: parameters and moments in float32."""
     needed = 3 * 4 * parameters * seeds
-    known = (device.memory_stats() or {}).get("bytes_limit")
-    there = known or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+    there = (device.memory_stats() or {}).get("bytes_limit")
+    if there is None and hasattr(os, "sysconf"):  # a CPU, not under Windows
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if there is not None and needed > there:
         raise ValueError(
             f"there is not enough memory for sizes of this config: a model of "
             f"{parameters:,} parameters takes {needed / 1e9:.0f} GB to train for "

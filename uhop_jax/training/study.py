@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from uhop_jax import plotting, records
 from uhop_jax import workdir as workdirs
 from uhop_jax._files import user_path
-from uhop_jax.command_line import check_config, start_distributed
+from uhop_jax.command_line import check_config, cost, start_distributed
 from uhop_jax.training.application import Application, Cell, Rows
 from uhop_jax.training.forecasting import Forecasting
 from uhop_jax.training.run import Data, Options, best_state, train
@@ -23,7 +23,8 @@ APPLICATIONS: dict[str, type[Application]] = {
     "vision": Vision,
     "forecasting": Forecasting,
 }
-CONFIGS = ("vision", "time_series")  # files of `configs/` that say what is trained
+# Files of `configs/` that say what is trained, by task.
+CONFIGS = {"vision": "vision", "forecasting": "time_series"}
 
 
 def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
@@ -45,7 +46,7 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
       OSError: if a file cannot be read or written.
       FloatingPointError: if a loss is no longer finite.
     """
-    check_config(config, *CONFIGS)
+    check_config(config, *CONFIGS.values())
     if config.distributed:
         start_distributed()
     study = APPLICATIONS[config.task](config, workdir)
@@ -71,6 +72,11 @@ def _train_cells(
     config, workdir, rows = study.config, study.workdir, study.untrained()
     histories: dict[Any, Rows] = {}
     chief = jax.process_index() == 0
+    if chief:
+        runs, shipped = len(set(map(study.run_of, cells))), ""
+        if text := cost(CONFIGS[config.task], config.variant):
+            shipped = f"; cost of {config.variant} as shipped, on 2 cores: {text}"
+        print(f"{runs} runs of up to {config.train.epochs} epochs{shipped}", flush=True)
     for cell in cells:
         began = time.monotonic()
         run, directory = study.run_of(cell), study.directory(cell)
