@@ -73,7 +73,7 @@ class Peak(threading.Thread):
 
     def run(self):
         while self.running:
-            lines = Path("/proc/self/status").read_text().splitlines()
+            lines = Path("/proc/self/status").read_text("utf-8").splitlines()
             line = next(x for x in lines if x.startswith("RssAnon"))
             self.mebibytes = max(self.mebibytes, int(line.split()[1]) / 1024)
             time.sleep(0.05)

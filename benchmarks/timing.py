@@ -116,7 +116,10 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
     about = environment()
     rows: list[dict[str, Any]] = []
     path, printed = options.out / f"{name}.csv", options.out / f"{name}.txt"
-    with printed.open("w") as file, contextlib.redirect_stdout(Both(file)):
+    with (
+        printed.open("w", encoding="utf-8") as file,
+        contextlib.redirect_stdout(Both(file)),
+    ):
         print(", ".join(f"{key} {value}" for key, value in about.items()))
         for benchmark in benchmarks:
             rows += [row | about for row in benchmark(options.rounds)]

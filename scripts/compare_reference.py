@@ -34,11 +34,11 @@ def key(row: dict[str, str]) -> tuple:
 def compare(results: Path) -> list[tuple[str, tuple, float, float, float]]:
     """Table, key, official mean, our mean and `z` of every number in both files."""
     ours = defaultdict(list)
-    with results.open() as file:
+    with results.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             ours[key(row)].append(float(row["error"]))
     found = []
-    with OFFICIAL.open() as file:
+    with OFFICIAL.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             sample = ours.get(key(row), [])
             if len(sample) > 1:

@@ -17,7 +17,7 @@ from studies import CURVES, STUDIES
 
 from uhop_jax import records
 from uhop_jax.command_line import load_config
-from uhop_jax.training.application import slug
+from uhop_jax.training.application import directory_name
 from uhop_jax.training.vision import Cell
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -93,7 +93,7 @@ def other_than_asked(name: str) -> list[str]:
     path = RESULTS / f"{name}.json"
     if name not in STUDIES or not path.exists():
         return []
-    kept, wanted = json.loads(path.read_text()), asked(name)
+    kept, wanted = json.loads(path.read_text("utf-8")), asked(name)
     if not wanted.get("stage_one", {}).get("steps"):
         kept["stage_one"].pop("steps")  # the paper's, filled in by the run
     differing = []
@@ -155,8 +155,8 @@ def run(name: str, data: str) -> None:
     command = STUDIES[name].command if name in STUDIES else here
     record = provenance.made_now(kind(name), command)
     if name in STUDIES:
-        workdir = WORK / name
-        begun = provenance.read(workdir / "made_by.json")
+        workdir, beside = WORK / name, WORK / f"{name}.made_by.json"
+        begun = provenance.read(beside)
         same = [begun.get(k) == record[k] for k in ("modules", "command")]
         if all(same):
             record = begun
@@ -164,7 +164,7 @@ def run(name: str, data: str) -> None:
             print(f"{name}: begun by other code or another command, begins anew")
             shutil.rmtree(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
-        provenance.write(workdir / "made_by.json", record)
+        provenance.write(beside, record)
         flags = [f"--workdir={workdir}"] + [f"--config.data.dir={data}"] * bool(data)
         arguments = [sys.executable, *shlex.split(command), *flags]
         subprocess.run(arguments, cwd=ROOT, check=True)
@@ -179,9 +179,9 @@ def keep(name: str, workdir: Path) -> None:
     """Copies what a study has left, without the directories of this machine."""
     RESULTS.mkdir(exist_ok=True)
     shutil.copy(workdir / "results.csv", RESULTS / f"{name}.csv")
-    config = json.loads((workdir / "config.json").read_text())
+    config = json.loads((workdir / "config.json").read_text("utf-8"))
     config["data"].pop("dir", None)
-    (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
     names = {"figure.png": f"{name}.png"}
     if name in CURVES:
         names["curves.png"] = f"{name}_curves.png"
@@ -201,7 +201,7 @@ def curves(workdir: Path) -> list[dict[str, Any]]:
     for row in _rows(workdir / "results.csv"):
         cell = Cell(row["arm"], int(row["size"]), int(row["patch"]))
         about = {"data": row["data"], "arm": cell.arm, "size": cell.size}
-        run = workdir / slug(cell.title)
+        run = workdir / directory_name(cell)
         for epoch in _rows((run if run.is_dir() else workdir) / "metrics.csv"):
             if (epoch["phase"], epoch["seed"]) == ("task", row["seed"]):
                 numbers = {key: f"{float(epoch[key]):.4g}" for key in CURVE}

@@ -356,7 +356,7 @@ class Agreement(NamedTuple):
 
 def official_runs() -> dict[tuple[str, int, str], dict[str, str]]:
     """Lines of the released code's accuracies, by data set, size and arm."""
-    with OFFICIAL.open(newline="") as file:
+    with OFFICIAL.open(encoding="utf-8", newline="") as file:
         return {
             (line["data"], int(line["size"]), line["arm"]): line
             for line in csv.DictReader(file)

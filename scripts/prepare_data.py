@@ -102,11 +102,11 @@ def prepare_tiny_imagenet(source: Path, directory: Path, limit: int | None) -> N
     for wnid, number, picture in jpegs(arrays, "val", limit):
         (root / "val" / "images" / f"val_{number}.JPEG").write_bytes(picture)
         notes.append(f"val_{number}.JPEG\t{wnid}\n")
-    (root / "val" / "val_annotations.txt").write_text("".join(notes))
+    (root / "val" / "val_annotations.txt").write_text("".join(notes), "utf-8")
     words = [f"{wnid}\t{name}\n" for wnid, name in zip(wnids, names, strict=True)]
-    (root / "words.txt").write_text("".join(words))
+    (root / "words.txt").write_text("".join(words), "utf-8")
     # Last, since it says that the set is there.
-    (root / "wnids.txt").write_text("\n".join(wnids) + "\n")
+    (root / "wnids.txt").write_text("\n".join(wnids) + "\n", "utf-8")
 
 
 def jpegs(

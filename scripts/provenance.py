@@ -37,8 +37,10 @@ INERT = {
     "uhop_jax.experiments.query": "a command for patterns of one's own: no study",
     "uhop_jax.paper": "numbers of the paper, printed beside",
     "uhop_jax.plotting": "draws",
+    "uhop_jax.progress": "says how far a run is",
     "uhop_jax.records": "writes files and summaries",
     "uhop_jax.training.checkpoints": "saves and restores a state bit for bit",
+    "uhop_jax.workdir": "claims and checks the directory of a run",
 }
 # Modules of methods that no protocol with one beta has.
 FAIR_ALONE = {
@@ -80,7 +82,7 @@ def tree_of(module: str) -> ast.Module:
     """The syntax tree of a module."""
     path = path_of(module)
     assert path is not None, module
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text("utf-8"))
 
 
 def origin(package: str, name: str) -> str:
@@ -244,12 +246,12 @@ def is_ancestor(commit: str) -> bool:
 
 def read(path: Path) -> dict[str, Any]:
     """What is recorded of a file, or nothing."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
     """Records what made a file."""
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
 def label(record: Mapping[str, Any]) -> str:

@@ -256,7 +256,7 @@ def main() -> None:
         sys.exit(f"studies run from committed code alone; commit first: {listed}")
     for name in names:
         files.run(name, arguments.data)
-    REPORT.write_text(report())
+    REPORT.write_text(report(), "utf-8")
     tables.write()
 
 

@@ -3,6 +3,8 @@
 import gzip
 import importlib.util
 import io
+import itertools
+import os
 import shutil
 import socket
 import subprocess
@@ -59,9 +61,14 @@ def test_a_split_that_is_not_there_is_named(prepared):
     copy = prepared.parent / "one_split"
     (copy / "cifar10" / "3.0.2").mkdir(parents=True, exist_ok=True)
     text = info.read_text().replace('"train"', '"validation"')
-    (copy / "cifar10" / "3.0.2" / "dataset_info.json").write_text(text)
+    path = copy / "cifar10" / "3.0.2" / "dataset_info.json"
+    path.write_text(text)
     with pytest.raises(ValueError, match="'train' of cifar10 is not in data.dir"):
         data.images("cifar10", split="train", directory=copy)
+    for text in ("[]", "{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="info.json is damaged .* no description"):
+            data.images("cifar10", split="train", directory=copy)
 
 
 def test_without_a_network_the_error_comes_at_once(tmp_path, monkeypatch):
@@ -112,8 +119,11 @@ def test_tiny_imagenet_is_read_from_its_folder(tmp_path):
     images = data.images("tiny_imagenet", split="test", directory=tmp_path, limit=1)
     assert images.pixels.shape == (1, 64, 64, 3) and images.labels.tolist() == [1]
     (root / "train" / "n02" / "images" / "n02_0.JPEG").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match="n02_0.JPEG is missing, truncated or no"):
+    with pytest.raises(ValueError, match="n02_0.JPEG is damaged .* no picture"):
         data.images("tiny_imagenet", directory=tmp_path)
+    (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn09\n")
+    with pytest.raises(ValueError, match="is no folder of Tiny ImageNet"):
+        data.images("tiny_imagenet", split="test", directory=tmp_path)
 
 
 def test_twenty_classes_of_tiny_imagenet_are_prepared(tmp_path):
@@ -193,7 +203,8 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
     folder = write_images(tmp_path / "photos")
     (folder / ".hidden.png").write_bytes(b"")
     (folder / "notes.txt").write_text("mine")
-    patterns = data.read_patterns(folder)
+    with pytest.warns(UserWarning, match="photos: 3 pictures .*; not read: notes.txt$"):
+        patterns = data.read_patterns(folder)
     assert patterns.names == ("p0.png", "p1.png", "p2.png")
     assert patterns.shape == (5, 6, 3) and patterns.values.shape == (3, 90)
     expected = np.asarray(Image.open(folder / "p1.png")).ravel() / 255
@@ -282,13 +293,13 @@ BROKEN = {
     "missing": "no such file or folder: .*nothing.npy",
     "empty folder": "empty holds no images",
     "other files": r"text holds no images \(.png",
-    "truncated image": "p1.png is no image, or is truncated",
-    "no image": "p2.png is no image",
+    "truncated image": "p1.png is damaged or truncated, or is no picture",
+    "no image": "p2.png is damaged or truncated, or is no picture of at most",
     "sizes": "one size: p0.png is 6 x 5, q.png 4 x 4",
     "grey and colour": "all grey or all colour: p0.png is colour, q.png grey",
     "truncated": "x.npy is damaged",
     "truncated archive": "x.npz is damaged or truncated",
-    "objects": "x.npy is damaged, or holds Python objects",
+    "objects": "x.npy is damaged or truncated, or is no .npy file of numbers",
     "text": "x.npy must hold real numbers, got dtype <U1",
     "one axis": r"x.npy must have shape .* got \(4,\)",
     "no rows": r"x.npy holds no patterns, its shape is \(0, 4\)",
@@ -311,6 +322,11 @@ def test_broken_input_gets_one_sentence(tmp_path, case, message):
         (lambda: data.load("mnits"), "unknown data 'mnits'; choose one of digits"),
         (lambda: data.load("synthetic:cube"), "choose one of sphere, gaussian"),
         (lambda: data.load("synthetic:sphere:x"), "synthetic:KIND:DIMENSION, got"),
+        (lambda: data.load("synthetic:sphere:" + "9" * 5000), "KIND:DIMENSION, got"),
+        (
+            lambda: data.load("synthetic:sphere:999999999"),
+            r"10000 patterns of dimension 999999999: 37252.9 GiB are more than the mem",
+        ),
         (lambda: data.images("digits", split="val"), "choose one of train, test"),
         (lambda: data.images("digits", limit=0), "limit must be at least 1, got 0"),
         (lambda: data.synthetic("sphere", 3, 1), "dimension must be at least 2"),
@@ -377,6 +393,8 @@ def test_damaged_arrays_are_refused(tmp_path, suffix):
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("patterns.txt", "hello")
         refused(path, "a.npz must hold real numbers")
+        path.write_bytes(b"PK\3\4" + bytes(100))
+        refused(path, "a.npz is damaged")
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "bmp", "webp", "tif"])
@@ -389,7 +407,7 @@ def test_truncated_images_are_refused(tmp_path, ending, channels):
     whole = buffer.getvalue()
     for length in (0, 1, 8, 20, 40, 60, 100, len(whole) // 2):
         (tmp_path / f"a.{ending}").write_bytes(whole[:length])
-        refused(tmp_path, f"a.{ending} is no image, or is truncated")
+        refused(tmp_path, f"a.{ending} is damaged or truncated, or is no picture")
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
@@ -399,10 +417,137 @@ def test_deep_images_are_refused_not_clipped(tmp_path, dtype):
     refused(tmp_path, "a.tif has more than 8 bits a channel")
 
 
-def test_folders_named_like_images_are_ignored(tmp_path):
-    Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "a.png")
-    (tmp_path / "b.png").mkdir()
-    assert data.read_patterns(tmp_path).names == ("a.png",)
+def test_what_a_folder_holds_beside_pictures_is_named(tmp_path):
+    picture = Image.fromarray(np.zeros((4, 4), np.uint8))
+    for name in ("a.png", "h.PNG", "i.JPG", "b.gif", "c.jfif", "d.ppm"):
+        picture.save(tmp_path / name, "JPEG" if name == "c.jfif" else None)
+    (tmp_path / "sub.png").mkdir()
+    picture.save(tmp_path / "sub.png" / "z.png")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "linked.png").symlink_to("a.png")
+    rest = "not read: b.gif, c.jfif, d.ppm, loop, sub.png/$"
+    with pytest.warns(UserWarning, match=rf"4 pictures \(.png, .*\); {rest}"):
+        patterns = data.read_patterns(tmp_path)
+    assert patterns.names == ("a.png", "h.PNG", "i.JPG", "linked.png")
+    for number in range(9):
+        (tmp_path / f"n{number}.txt").touch()
+    with pytest.warns(UserWarning, match="d.ppm, loop, n0.txt, n1.txt and 8 more$"):
+        data.read_patterns(tmp_path)
+    (tmp_path / "e.png").symlink_to("gone.png")
+    refused(tmp_path, "e.png is a link to gone.png, no file")
+
+
+def test_names_that_are_no_utf8_are_escaped(tmp_path):
+    name = os.fsdecode(b"caf\xe9.png")
+    Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / name)
+    Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "é.png")
+    names = data.read_patterns(tmp_path).names
+    assert set(names) == {r"caf\xe9.png", "é.png"}
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tif"])
+def test_pictures_are_turned_upright(tmp_path, ending):
+    pixels = np.kron(np.asarray([[30, 90], [150, 220]], np.uint8), np.ones((3, 4)))
+    # What the camera saw, and its orientation (EXIF tag 0x0112).
+    for name, turns, orientation in (("a", 0, 1), ("b", 2, 3), ("c", 1, 6)):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        picture = Image.fromarray(np.rot90(pixels, turns).astype(np.uint8))
+        exact = {"jpg": {"quality": 100}, "webp": {"lossless": True}}.get(ending, {})
+        picture.save(tmp_path / f"{name}.{ending}", exif=exif, **exact)
+    patterns = data.read_patterns(tmp_path)
+    assert patterns.shape[:2] == (6, 8)
+    for channel in np.moveaxis(patterns.values.reshape(3, 6, 8, -1), -1, 0):
+        for picture in channel:
+            np.testing.assert_allclose(picture * 255, pixels, atol=3)
+
+
+@pytest.mark.parametrize("ending", ["tif", "webp", "png"])
+def test_files_of_several_pictures_are_refused(tmp_path, ending):
+    frames = [Image.fromarray(np.full((4, 4), x, np.uint8)) for x in (9, 99, 199)]
+    path = tmp_path / f"a.{ending}"
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+    refused(tmp_path, f"a.{ending} holds 3 pictures: save each in a file of its own")
+
+
+@pytest.mark.parametrize("shape", [(20, 3, 6, 6), (20, 6, 6, 5), (20, 6, 6, 2)])
+def test_channels_come_last(tmp_path, shape):
+    np.save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
+    got = ", ".join(map(str, shape))
+    refused(
+        tmp_path / "a.npy", rf"1, 3 or 4 channels, on the last axis, .* \({got}\): nu"
+    )
+
+
+def test_paths_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.save(tmp_path / "x.npy", np.eye(3))
+    for read in (data.load, data.read_patterns):
+        assert read("~/x.npy").shape == (3,)
+    for split, kind in itertools.product(("train", "test"), "ab"):
+        (tmp_path / "set" / split / kind).mkdir(parents=True)
+        write_images(tmp_path / "set" / split / kind, 2)
+    assert data.labelled_images("~/set", split="test").classes == ("a", "b")
+    (tmp_path / "set" / "test" / "loose.png").touch()
+    (tmp_path / "set" / "test" / "b" / "p1.png").rename(tmp_path / "set/test/b/p1.gif")
+    with pytest.warns(UserWarning) as said:
+        images = data.labelled_images("~/set", split="test")
+    assert images.labels.tolist() == [0, 0, 1]
+    ends = [str(warning.message).partition("; ")[2] for warning in said]
+    assert ends == ["not read: loose.png", "not read: b/p1.gif"]
+    with pytest.raises(ValueError, match="no such file or folder: ~nobody-here/x"):
+        data.load("~nobody-here/x.npy")
+
+
+def test_more_than_fits_into_memory_is_refused(tmp_path, monkeypatch):
+    np.save(tmp_path / "a.npy", np.zeros((2, 2)))
+    whole = (tmp_path / "a.npy").read_bytes()
+    header = whole[:128].replace(b"(2, 2), }         ", b"(17179869184, 2), }")[:128]
+    (tmp_path / "a.npy").write_bytes(header)
+    os.truncate(tmp_path / "a.npy", 128 + 2**38)  # a file with a hole, of no size
+    np.savez_compressed(tmp_path / "b.npz", np.zeros((1000, 1000), np.uint8))
+    monkeypatch.setattr("uhop_jax._files.machine_memory", lambda: 2**19)
+    refused(tmp_path / "a.npy", "a.npy: 128.0 GiB are more than the memory of this")
+    refused(tmp_path / "b.npz", "b.npz: 0.0 GiB are more than the memory")
+    pictures = write_images(tmp_path / "photos", 9, (300, 300))
+    refused(pictures, "photos: 0.0 GiB are more than the memory")
+    assert data.read_patterns(tmp_path / "a.npy", limit=2).values.shape == (2, 2)
+
+
+def test_numbers_that_look_like_the_end_of_an_archive_are_read(tmp_path):
+    numbers = np.zeros((2, 40), np.uint8)
+    numbers[0, :4] = list(b"PK\5\6")
+    np.save(tmp_path / "a.npy", numbers)
+    assert zipfile.is_zipfile(tmp_path / "a.npy")
+    assert data.read_patterns(tmp_path / "a.npy").values.shape == (2, 40)
+
+
+@pytest.mark.parametrize("damage", ["encrypted", "compression", "bits", "header"])
+def test_odd_archives_are_refused(tmp_path, damage):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, np.random.default_rng(0).random((40, 40)))
+    whole = bytearray(path.read_bytes())
+    central = whole.index(b"PK\1\2")
+    match damage:
+        case "encrypted":
+            whole[6] |= 1
+            whole[central + 8] |= 1
+        case "compression":
+            whole[8] = whole[central + 10] = 99
+        case "bits":
+            whole[60:80] = b"\xff" * 20
+        case "header":
+            array = io.BytesIO()
+            np.save(array, np.zeros(3))
+            huge = array.getvalue().replace(
+                b"(3,), }" + b" " * 12, b"(9" + b"9" * 13 + b",), }"
+            )
+            assert huge != array.getvalue()
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("x.npy", huge)
+            whole = path.read_bytes()
+    path.write_bytes(whole)
+    refused(path, "a.npz is damaged")
 
 
 @pytest.mark.parametrize("source", ["", "synthetic:sphere:²"])

@@ -1,5 +1,6 @@
 """`train.py` on series: files, studies that go on, exports, and wrong input."""
 
+import json
 import warnings
 
 import jax
@@ -67,8 +68,8 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     train_and_evaluate(tiny(path), run)
     assert "paper's MSE" in capsys.readouterr().out
     names = {"checkpoints", "config.json", "curves.png", "metrics.csv", "results.csv"}
-    names |= {"forecasts.png", "predictions.csv", "test.csv", "tensorboard"}
-    assert {p.name for p in run.iterdir()} == names
+    names |= {"forecasts.png", "predictions.csv", "run.json", "test.csv", "tensorboard"}
+    assert {p.name for p in run.glob("[!.]*")} == names
     with Image.open(run / "forecasts.png") as picture:
         assert min(picture.size) > 300
     *cheap, ours = records(run / "results.csv")
@@ -115,6 +116,26 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     wanted = splits.scaler.unscaled(forecast[-1])
     np.testing.assert_allclose(given, wanted, rtol=1e-5)
     assert 30 < given[0][0] < 70
+
+    # What was deleted is written anew.
+    text = (run / "predictions.csv").read_bytes()
+    (run / "predictions.csv").unlink()
+    train_and_evaluate(tiny(path), run)
+    assert (run / "predictions.csv").read_bytes() == text
+
+    # The scaler is that of the data that were trained on: others are refused.
+    grown, given = tmp_path / "grown.csv", {"predict": str(path)}
+    write(grown, rows=110)
+    with pytest.raises(ValueError, match="config.cell.data=.*mine.csv, this one has"):
+        train_and_evaluate(tiny(grown, **given), run)
+    original = path.read_bytes()
+    path.write_bytes(grown.read_bytes())
+    for changes in (given, {"eval_only": True}, {}):
+        with pytest.raises(ValueError, match=r"mine.csv: it had shape \(100, 2\) and"):
+            train_and_evaluate(tiny(path, **changes), run)
+    path.write_bytes(original)
+    record = json.loads((run / "run.json").read_text())["read"][f"scaler of {path}"]
+    np.testing.assert_array_equal(record["mean"], splits.scaler.mean)
 
     # What follows another file.
     other = write(tmp_path / "new.csv", rows=14)
@@ -206,6 +227,60 @@ def test_a_study_goes_on_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm):
     assert len(rows) == 2 + 2 * 3
     assert (tmp_path / "study" / "figure.png").exists()
     assert f"mine.csv, 6, {arm}" in capsys.readouterr().out
+
+
+NAMES = [
+    ("x/data.csv", "y/data.csv"),
+    ("data-1.csv", "data_1.csv"),
+    ("A.csv", "a.csv"),
+    (f"{'x' * 300}.csv", f"{'x' * 299}y.csv"),
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0][:10])
+def test_files_of_like_names_have_runs_of_their_own(tmp_path, names):
+    study = Forecasting(tiny(",".join(names), seeds=(0, 1)), tmp_path)
+    places = [str(study.directory(cell)).lower() for cell in study.cells()]
+    assert len(set(places)) == len(places) == 4
+    assert all(len(place.rpartition("/")[2]) < 150 for place in places)
+    rows = [
+        study._record(cell)
+        | {"parameters": 9, "validation_loss": 1.0}
+        | {"test_mse": 1.0, "test_mae": 1.0}
+        for cell in study.cells()
+    ]
+    lines = study.report(rows).splitlines()[2:]
+    assert len({line.split("  ")[0] for line in lines}) == 2
+    with pytest.raises(ValueError, match="data.name must name each once, got"):
+        Forecasting(tiny(f"{names[0]},{names[0]}")).cells()
+
+
+def test_each_file_gets_its_own_score(tmp_path, monkeypatch):
+    """Two files of one name: each is trained, and judged by its own run."""
+    trained = []
+
+    def train(trainer, goal, directory, *, options):
+        trained.append(directory)
+        return [{"rows": len(trainer.task.train.arrays["rows"])}]
+
+    def summary(self, cell, trainer, history, directory):
+        return [{"data": cell.data, **history[0]}]
+
+    monkeypatch.setattr("uhop_jax.training.study.train", train)
+    monkeypatch.setattr(Forecasting, "summary", summary)
+    for name in ("figures", "report"):
+        monkeypatch.setattr(Forecasting, name, lambda *_: {})
+    monkeypatch.setattr(Forecasting, "untrained", lambda self: [])
+    for name, rows in (("x", 100), ("y", 140)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "data.csv", rows=rows)
+    names = [str(tmp_path / name / "data.csv") for name in "xy"]
+    train_and_evaluate(tiny(",".join(names), arms=("MHM",)), tmp_path / "run")
+    assert len(set(trained)) == 2
+    found = records(tmp_path / "run" / "results.csv")
+    assert [(r["data"], r["rows"]) for r in found] == list(
+        zip(names, ["70", "98"], strict=True)
+    )
 
 
 def test_numbers_of_the_paper_are_beside_ours():
@@ -308,7 +383,10 @@ WRONG = [
     ({"data.name": "etth2"}, "etth2"),
     ({"window": (12, 80)}, "a window takes 84 rows"),
     ({"horizon": (0,)}, "horizon must be at least 1, got 0"),
-    ({"window": ("x",)}, "window must be an integer, got 'x'"),
+    ({"window": ("x",)}, "window must hold values of type int, got 'x'"),
+    ({"window": (12, 12)}, "window must name each once, got 12 twice"),
+    ({"seeds": (0, 0)}, "seeds must name each once, got 0 twice"),
+    ({"seeds": (2**32,)}, "seeds must be at most 4294967295, got 4294967296"),
     ({"arms": ("MHM + U-Hop, reference",)}, "is of the authors' image code"),
     ({"external_memory": "own"}, "unknown external_memory 'own'; choose one of plug"),
     ({"external_memory": "plug", "bank": 99}, "bank must be at most 55, got 99"),

@@ -1,5 +1,6 @@
 """What a wheel holds, and that it works outside of the repository."""
 
+import ast
 import os
 import re
 import subprocess
@@ -25,6 +26,24 @@ def test_every_package_is_in_the_wheel():
     assert set(tool["packages"]) == found | {"uhop_jax.configs"}
     assert tool["package-dir"] == {"uhop_jax.configs": "configs"}
     assert (ROOT / "uhop_jax" / tool["package-data"]["uhop_jax"][0]).exists()
+
+
+def test_text_is_utf8_in_every_place():
+    """Whatever the locale: each file opened as text names its encoding."""
+    texts = ("open", "fdopen", "read_text", "write_text", "NamedTemporaryFile")
+    binary, wrong = {"'rb'", "'wb'", "'ab'", "'xb'", "'r+b'"}, []
+    for folder in ("uhop_jax", "scripts", "benchmarks", "configs"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                call = getattr(node, "func", None)
+                words = ast.unparse(call).split(".") if call else [""]
+                if words[-1] not in texts or words[0] == "Image":
+                    continue
+                given = {ast.unparse(x) for x in (*node.args, *node.keywords)}
+                named = given & {"'utf-8'", "encoding='utf-8'"}
+                if not (named or given & binary):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong
 
 
 def test_every_config_is_found_with_its_variants():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -14,22 +15,29 @@ import pytest
 from conftest import run_script
 
 from uhop_jax import (
+    Calibration,
     Centering,
     Dot,
     Mask,
+    NegativeSquaredL2,
     Noise,
+    Softmax,
+    command_line,
     data,
     experiments,
     fit_sgd,
     plotting,
+    progress,
     records,
     save,
 )
 from uhop_jax.corruption import Corruption
+from uhop_jax.data.patterns import check_scale
 from uhop_jax.experiments import evaluation, methods, studies, sweep
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import resolve
+from uhop_jax.experiments.query import CalibratedMemory
 
 ROOT = Path(__file__).parent.parent
 CONFIG = runpy.run_path(str(ROOT / "configs" / "retrieval.py"))
@@ -44,6 +52,7 @@ SMALL = {
     "stage_one.ridges": (1.0,),
     "stage_one.steps": (2,),
 }
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # a locale
 FEW = ("MHM", "cosine", "U-Hop")
 
 
@@ -62,7 +71,7 @@ def get_config(variant="demo", **changes):
 
 
 def read(path):
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -77,9 +86,9 @@ def errors_of(rows):
 def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsys):
     config = get_config(methods=())
     experiments.run(config, tmp_path / "run")
-    written = {path.name for path in (tmp_path / "run").iterdir()}
+    written = {path.name for path in (tmp_path / "run").glob("[!.]*")}
     assert written == {
-        *("config.json", "results.csv", "differences.csv", "figure.png"),
+        *("config.json", "run.json", "results.csv", "differences.csv", "figure.png"),
         "retrieved.png",
     }
     assert json.loads((tmp_path / "run" / "config.json").read_text())["runs"] == 2
@@ -266,29 +275,75 @@ def test_patterns_beyond_the_unit_range_are_not_clamped(tmp_path, kinds):
         experiments.run(config, tmp_path / "other")
 
 
-def test_results_of_another_run_are_left_alone(tmp_path):
-    config = get_config(methods=FEW)
-    records.claim(config, tmp_path)
-    path = tmp_path / "results.csv"
-    for text, message in [
-        ("a,b\n1,2\n", "has columns a, b, this run writes data"),
-        ("", "has columns none, this run writes data"),
-        (",".join(sweep.ABOUT | sweep.SCORES) + "\nx,fair\n", "is damaged"),
-        (
-            ",".join(sweep.ABOUT | sweep.SCORES)
-            + "\ndigits,fair,7.5,mask,0.5,MHM,,0,1,1,1,1\n",
-            "is damaged",
-        ),
-        (
-            ",".join(sweep.ABOUT | sweep.SCORES)
-            + "\ndigits,fair,7,mask,0.5,MHM,,0,1,1,1,1\n",
-            "holds cells of another run",
-        ),
-    ]:
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            experiments.run(config, tmp_path)
-        assert path.read_text() == text
+def two_cells(**changes):
+    levels = {"corruption.levels.mask": (0.2, 0.4), "runs": 1, "images": 0}
+    return get_config(methods=("MHM", "cosine"), **levels | changes)
+
+
+def quick(study, cell, timed):
+    """Records of a cell that cost nothing."""
+    timed.done(1)
+    scores = {"beta": 1 / 3, "error": cell.level / 7, "top1": 1.0, "exact": 0.5}
+    rows = [sweep.base_row(study, cell, name, "", 0) for name in ("MHM", "cosine")]
+    return [row | scores for row in rows]
+
+
+def test_results_that_were_changed_are_refused_and_data_too(tmp_path, monkeypatch):
+    """A line less, a digit less, and patterns that were swapped between two cells."""
+    monkeypatch.chdir(tmp_path)
+    values = data.load("digits", limit=60).values
+    np.save("mine.npy", values)
+    config, workdir = two_cells(**{"data.name": "mine.npy"}), tmp_path / "run"
+    experiment = experiments.EXPERIMENTS["demo"]._replace(cell=quick)
+    sweep.run(experiment, config, workdir)
+    path = workdir / "results.csv"
+    whole = path.read_bytes()
+    assert whole.count(b"\n") == 5
+    for text in (whole[: whole.rstrip().rfind(b"\n") + 1], whole[:-4] + whole[-2:]):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match="results.csv is not as the run has left"):
+            sweep.run(experiment, config, workdir)
+        assert path.read_bytes() == text
+    path.unlink()  # what is gone is computed again
+    sweep.run(experiment, config, workdir)
+    assert path.read_bytes() == whole
+    np.save("mine.npy", values[::-1])
+    with pytest.raises(ValueError, match=r"on another mine.npy: it had shape \(60, 64"):
+        sweep.run(experiment, config, workdir)
+    assert path.read_bytes() == whole
+
+
+def test_what_fails_late_does_not_bind_the_directory(tmp_path):
+    experiment = experiments.EXPERIMENTS["demo"]
+
+    def fails(study, cell, timed):
+        raise ValueError("memories 3 and 5 are equal")
+
+    with pytest.raises(ValueError, match="are equal"):
+        sweep.run(experiment._replace(cell=fails), two_cells(), tmp_path)
+
+    def ends(study, cell, timed):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(experiment._replace(cell=ends), two_cells(seed=3), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 3
+
+
+@pytest.mark.parametrize("variant", ["demo", "scatter"])
+def test_the_cells_of_a_run_tell_how_far_it_is(tmp_path, monkeypatch, variant):
+    """A part at a time, and all of it at the end: no run is at 0 of 1 throughout."""
+    bars = []
+
+    class Recorded(progress.Progress):
+        def advance(self, units):
+            bars.append(self)
+            super().advance(units)
+
+    monkeypatch.setattr(sweep, "Progress", Recorded)
+    experiments.run(get_config(variant, methods=FEW, images=0), tmp_path / "run")
+    assert len(bars) > 1 and bars[0].done == bars[0].total > 1
+    assert bars[0].unit == "memory sets"
 
 
 @pytest.mark.parametrize(
@@ -297,11 +352,15 @@ def test_results_of_another_run_are_left_alone(tmp_path):
         ({"memories": (1,)}, "memories must be at least 2, got 1"),
         ({"memories": (5000,)}, "at most 898, half of the 1797 .* got 5000"),
         ({"memories": ()}, "must name at least one cell"),
+        ({"images": 101}, "images must be at most 100, got 101"),
         ({"runs": 0}, "runs must be at least 1, got 0"),
         ({"data.name": "nothing"}, "nothing"),
         ({"protocol": "unfair"}, "choose one of fair, paper, reference"),
         ({"methods": ("MHN",)}, "unknown method of the fair protocol 'MHN'"),
         ({"corruption.kinds": ("smear",)}, "choose one of mask, known_mask"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"memories": (10, 10)}, "memories must name each once, got 10 twice"),
+        ({"memories": (10.5,)}, "memories must hold values of type int, got 10.5"),
         ({"corruption.levels.mask": (1.5,)}, "mask must be in \\[0, 1\\], got 1.5"),
         ({"corruption.levels.mask": (-0.5,)}, "levels must be at least 0, got -0.5"),
         ({"stage_one.t": -1.0}, "stage_one.t must be positive and finite, got -1.0"),
@@ -342,25 +401,6 @@ def test_steps_left_open_are_those_of_the_paper(variant, name, protocol, steps):
     assert config.stage_one.steps == (7,)
 
 
-def test_workdir_of_another_config_is_left_alone(tmp_path):
-    records.claim(get_config(), tmp_path)
-    kept = (tmp_path / "config.json").read_bytes()
-    with pytest.raises(ValueError, match="config.stage_one.t=2.0, this one has 3.0"):
-        records.claim(get_config(**{"stage_one.t": 3.0}), tmp_path)
-    assert (tmp_path / "config.json").read_bytes() == kept
-    records.claim(get_config(), tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not a readable config"):
-        records.claim(get_config(), tmp_path)
-
-
-def test_workdir_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="is a file, it must be a directory"):
-        records.claim(get_config(), tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_rounding_does_not_choose_among_kernels_that_recall_everything():
     method = next(m for m in FAIR if m.name == "U-Hop")
     entries = [Entry(method, f"N={n}", Dot()) for n in (1, 10, 30, 100)]
@@ -373,17 +413,13 @@ def test_rounding_does_not_choose_among_kernels_that_recall_everything():
         assert every == [(0, 4.0), (1, 3.0), (2, 3.0), (3, 3.0)]
 
 
-def test_an_interrupted_write_keeps_the_old_file(tmp_path):
-    path = tmp_path / "results.csv"
-    records.write_csv(path, [{"a": 1}])
-
-    def fail(temporary):
-        temporary.write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        records.write_whole(path, fail)
-    assert path.read_text() == "a\n1\n"
+def test_tables_are_utf8_in_any_locale(tmp_path):
+    code = f"import pathlib; path = pathlib.Path({str(tmp_path)!r}, 'a.csv'); "
+    code += "from uhop_jax import records; records.write_csv(path, [{'\\xb0C': 1}])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | ASCII, cwd=ROOT)
+    assert done.returncode == 0
+    assert (tmp_path / "a.csv").read_bytes() == "°C\r\n1\r\n".encode()
 
 
 def test_pivot_shows_means_and_deviations():
@@ -451,6 +487,14 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
+def test_a_config_may_lie_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for flag in ("--config", "-config"):
+        argument = command_line._found(f"{flag}=~/own.py:demo", {})
+        assert argument == f"{flag}=/home/me/own.py:demo"
+    assert command_line._found("--config.a=~b", {}) == "--config.a=~b"
+
+
 def photos(folder, patterns, shape):
     """Writes patterns as a folder of pictures."""
     from PIL import Image
@@ -459,6 +503,13 @@ def photos(folder, patterns, shape):
     for index, pattern in enumerate(patterns):
         pixels = np.round(pattern.reshape(shape) * 255).astype(np.uint8)
         Image.fromarray(pixels.squeeze()).save(folder / f"photo{index:03d}.png")
+    return folder
+
+
+def renamed(folder):
+    """The folder with a name that is no UTF-8, and one that is no ASCII."""
+    for name, new in (("photo000.png", b"caf\xe9.png"), ("photo001.png", "é.png")):
+        (folder / name).rename(folder / os.fsdecode(new))
     return folder
 
 
@@ -475,12 +526,13 @@ def test_photos_are_stored_reloaded_and_found_by_halves(tmp_path, prepared, coun
     if count < 200:  # smaller, for the time it takes
         shape = 16, 16, 3
         values = values.reshape(-1, 32, 32, 3)[:, ::2, ::2].reshape(count, -1)
-    folder = photos(tmp_path / "photos", values, shape)
+    folder = renamed(photos(tmp_path / "photos", values, shape))
     changes = {"data.name": str(folder), "corruption.kind": "block"}
     experiments.run(query_config(**changes), tmp_path / "stored")
     halves = values.reshape(-1, *shape).copy()
     halves[:, :, shape[1] // 2 :] = 0
-    queries = photos(tmp_path / "queries", halves, shape)
+    queries = renamed(photos(tmp_path / "queries", halves, shape))
+    (queries / "notes.txt").touch()
     command = [
         *(
             sys.executable,
@@ -491,18 +543,26 @@ def test_photos_are_stored_reloaded_and_found_by_halves(tmp_path, prepared, coun
         f"--config.queries={queries}",
         f"--workdir={tmp_path / 'found'}",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | ASCII
+    )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"retrieve.py: {queries}: {count} pictures (.png")
+    assert done.stderr.endswith("not read: notes.txt\n") and "\\xb1" in done.stdout
     assert "expected error" in done.stdout and "margin" in done.stdout
     rows = read(tmp_path / "found" / "answers.csv")
     assert len(rows) == count
+    assert (rows[0]["query"], rows[-1]["query"]) == ("caf\\xe9.png", "é.png")
     right = [row["query"] == row["memory"] for row in rows]
     assert np.mean(right) >= 0.99
     assert all(0 <= float(row["margin"]) <= 1 for row in rows)
     found = np.load(tmp_path / "found" / "retrieved.npz")
     assert found["patterns"].shape == (count, np.prod(shape))
-    written = {path.name for path in (tmp_path / "found").iterdir()}
-    assert written == {"config.json", "answers.csv", "retrieved.npz", "retrieved.png"}
+    written = {path.name for path in (tmp_path / "found").glob("[!.]*")}
+    assert written == {
+        *("config.json", "run.json", "answers.csv", "retrieved.npz"),
+        "retrieved.png",
+    }
 
 
 def test_known_missing_pixels_are_left_out(tmp_path):
@@ -526,7 +586,7 @@ def test_known_missing_pixels_are_left_out(tmp_path):
     [
         {"block": 7},
         {"block": 7, "observed": "seen.npy"},
-        {"mapped": "digits.npy"},
+        {"mapped": "swapped.npy"},
         {"shards": 1},
     ],
     ids=str,
@@ -535,6 +595,7 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
     monkeypatch.chdir(tmp_path)
     digits = data.load("digits", limit=31)
     np.save("digits.npy", digits.values)
+    np.save("swapped.npy", digits.values.reshape(-1, 8, 8).astype(">f8"))
     seen = np.tile(np.arange(64) % 3 > 0, (9, 1))
     np.save("seen.npy", seen)
     np.save("queries.npy", digits.values[:9] * seen)
@@ -567,14 +628,27 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
         ),
         (
             {"queries": "good.npy", "observed": "kernel.npz"},
-            "is not a readable .npy file",
+            "observed: kernel.npz is a .npz archive, expected a .npy file",
         ),
         (
             {"block": 3, "shards": 1},
             "block 3 and mapped '' stream the memories",
         ),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"shards": 99}, "shards is 99, but there are"),
+        ({"data.name": "equal.npy"}, "memories must differ: all are equal"),
         ({"mapped": "wide.npy"}, r"mapped has shape \(3, 9\), patterns have dimension"),
         ({"mapped": "bad.npy"}, "mapped must hold floating patterns"),
+        ({"mapped": "kernel.npz"}, "mapped: kernel.npz is a .npz archive"),
+        ({"mapped": "zip.npy"}, "mapped: zip.npy is damaged or truncated, or is no .n"),
+        ({"mapped": "cut.npy"}, "mapped: cut.npy is damaged or truncated"),
+        ({"mapped": "nan.npy"}, "nan.npy holds NaN or infinity, the first in row 3:"),
+        ({"mapped": "high.npy"}, "mapped: high.npy holds NaN or .* in row 1: replace"),
+        ({"mapped": "fortran.npy"}, "mapped must be in C order, fortran.npy is"),
+        ({"mapped": "bytes.npy"}, "mapped hold values from 0 to 255, the memories fro"),
+        ({"queries": "bytes.npy"}, "queries hold values from 0 to 255, the memories "),
+        ({"queries": "sixteen.npy"}, "queries hold values from 0 to 16, the memories"),
+        ({"images": 101}, "images must be at most 100, got 101"),
         ({"corruption.level": 2.0}, "of a mask must be in"),
         ({"corruption.kind": "smear"}, "unknown corruption.kinds 'smear'"),
     ],
@@ -584,10 +658,120 @@ def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
     np.save("wide.npy", np.zeros((3, 9)))
     np.save("bad.npy", np.zeros((3, 9), bool))
     np.save("good.npy", np.zeros((2, 8, 8)))
+    np.save("equal.npy", np.ones((2, 64)))
     save("kernel.npz", Centering(jax.numpy.zeros(3)))
+    digits = data.load("digits", limit=20).values.astype(np.float64)
+    np.save("bytes.npy", np.round(digits.reshape(-1, 8, 8) * 255))
+    np.save("sixteen.npy", np.round(digits.reshape(-1, 8, 8) * 16).astype(int))
+    np.save("fortran.npy", np.asfortranarray(digits.reshape(-1, 8, 8)))
+    for name, row, value in (("nan", 3, np.nan), ("high", 1, 1e300)):
+        np.save(f"{name}.npy", np.where(np.arange(20)[:, None] == row, value, digits))
+    Path("cut.npy").write_bytes(Path("nan.npy").read_bytes()[:40])
+    Path("zip.npy").write_bytes(b"PK\3\4" + bytes(60))
     with pytest.raises(ValueError, match=message):
         experiments.run(query_config(**{"data.limit": 20} | changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A memory of twelve digits as the query variant saves it, its model made up."""
+    digits = data.load("digits", limit=12)
+    with jax.enable_x64(False):
+        one, table = jnp.ones(()), jnp.ones((1, 1))
+        model = Calibration(
+            *(NegativeSquaredL2(), Softmax(), 20 * one, one, one, one),
+            *(table, table[None], table, "squared L2", ("squared L2",), ("Softmax()",)),
+        )
+        memory = CalibratedMemory(
+            jnp.asarray(digits.values), model, digits.shape, digits.names
+        )
+        return memory.save(tmp_path_factory.mktemp("stored") / "memory.npz")
+
+
+@pytest.mark.parametrize("scale", [255, 1])
+def test_numbers_of_another_scale_are_refused_by_a_saved_memory(
+    tmp_path, stored, scale
+):
+    digits = data.load("digits", limit=12).values.reshape(-1, 8, 8)
+    np.save(tmp_path / "queries.npy", np.round(digits * scale, 4))
+    changes = {"memory": str(stored), "queries": str(tmp_path / "queries.npy")}
+    if scale == 1:
+        experiments.run(query_config(**changes), tmp_path / "run")
+        rows = read(tmp_path / "run" / "answers.csv")
+        assert [int(row["index"]) for row in rows] == list(range(12))
+        return
+    with pytest.raises(ValueError, match="queries hold values from 0 to 255, the mem"):
+        experiments.run(query_config(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_noise_of_twice_the_largest_value_is_no_other_scale():
+    rng = np.random.default_rng(0)
+    values = rng.random((9, 64)).astype(np.float32)
+    check_scale("queries", values + 4 * rng.normal(size=(9, 64)), values)
+    check_scale("queries", 0 * values, values)
+    check_scale("queries", 0.01 * values, values)
+    check_scale("queries", 8 * np.sign(values - 0.5), np.sign(values - 0.5))
+    for a, b in (
+        (values * 255, values),
+        (values, values * 100),
+        (-1e4 * values, values),
+    ):
+        with pytest.raises(ValueError, match="both must have one scale"):
+            check_scale("queries", a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": np.zeros(3, np.float32)}, "values are no array"),
+        ({"values": 3}, "values are no array"),
+        ({"values": np.float32([[1]] * 7 + [[np.nan]] * 5)}, "in row 7"),
+        ({"shape": (8, 9, 1)}, r"shape is \(8, 9, 1\), of patterns of dimension 64"),
+        ({"shape": ("a",)}, "shape is"),
+        ({"names": ("one",)}, "names are not those of 12 patterns"),
+        ({"names": None}, "names are not those of 12 patterns"),
+    ],
+    ids=range(7),
+)
+def test_damaged_memories_are_refused(tmp_path, stored, change, message):
+    memory = CalibratedMemory.load(stored)._replace(**change)
+    memory.save(tmp_path / "m.npz")
+    with pytest.raises(ValueError, match=f"m.npz is damaged: .*{message}"):
+        CalibratedMemory.load(tmp_path / "m.npz")
+
+
+def test_the_picture_names_queries_and_says_how_sure_the_answers_are(
+    tmp_path, stored, monkeypatch
+):
+    drawn, draw = [], plotting.image_grid
+
+    def recorded(path, columns, **options):
+        drawn.append((columns, options))
+        draw(path, columns, **options)
+
+    monkeypatch.setattr(plotting, "image_grid", recorded)
+    digits = data.load("digits", limit=12).values
+    folder = photos(tmp_path / "queries", digits, (8, 8))
+    changes = {"memory": str(stored), "queries": str(folder), "images": 2}
+    experiments.run(query_config(**changes), tmp_path / "run")
+    rows = read(tmp_path / "run" / "answers.csv")
+    ((columns, options),) = drawn
+    assert {len(x) for x in columns.values()} == {2}
+    assert list(options["captions"]["query"]) == ["photo000.png", "photo001.png"]
+    assert options["captions"]["stored"] == ["0", "1"]
+    for words, row in zip(options["captions"]["retrieved"], rows, strict=False):
+        assert words == f"weight {float(row['weight']):.3g}"
+
+
+def test_any_words_stand_under_pictures(tmp_path):
+    words = ["$\\frac$ 100 %", "a_very_long_name_of_a_photograph_0001.png", "日本\n"]
+    columns = {"query": np.zeros((3, 4, 4, 1))}
+    path = tmp_path / "a.svg"
+    plotting.image_grid(path, columns, captions={"query": words})
+    assert path.stat().st_size > 1000
+    assert plotting._shortened(words[1]) == "a_very_long_…_0001.png"
 
 
 @pytest.mark.parametrize(("protocol", "unit"), [("paper", True), ("reference", False)])

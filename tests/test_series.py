@@ -2,6 +2,8 @@
 
 import gzip
 import socket
+import sys
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -373,6 +375,20 @@ def test_other_files(tmp_path):
         data.read_series(path)
     with pytest.raises(ValueError, match="no such file"):
         data.read_series(tmp_path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_csv_of_gigabytes_is_not_unpacked(tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(sys.modules["uhop_jax.data.series"], "LARGEST", 2**20)
+    whole = b"date,a\n" + b"0" * 2**24
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(whole) if packed else whole)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="a.csv.gz holds more than 1 MiB of text"):
+        data.read_series(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**23  # of 16 MiB
 
 
 # Windows

@@ -1,5 +1,6 @@
 import json
 import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +198,34 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch, fails):
     assert_same(load(path), Softmax())
 
 
+def test_of_several_writers_the_last_wins(tmp_path):
+    """Each has a temporary file of its own (C2-08)."""
+    memories = []
+    for n in range(3):
+        patterns = draw(64 * 2**n, 50, seed=n)
+        memories.append(Memory(patterns, None, jnp.ones(len(patterns), bool)))
+    errors = []
+
+    def write(memory):
+        try:
+            for _ in range(2):
+                save(tmp_path / "memory.npz", memory)
+        except Exception as error:
+            errors.append(error)
+
+    for _ in range(10):
+        threads = [threading.Thread(target=write, args=(m,)) for m in 3 * memories]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = load(tmp_path / "memory.npz")
+        wanted = memories[len(found.patterns).bit_length() - 7]
+        np.testing.assert_array_equal(found.patterns, wanted.patterns)
+    assert not errors
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.npz"]
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -217,7 +246,7 @@ def test_what_cannot_be_saved_is_refused(untyped, tmp_path, tree, message):
     assert_same(load(path), KERNEL)
 
 
-DAMAGED = "is damaged, or was not saved by uhop_jax"
+DAMAGED = "is damaged or truncated, or is no "
 
 
 def damaged(path, damage):
@@ -277,43 +306,63 @@ def test_files_from_before_a_field_was_added_load_with_its_default(tmp_path):
 
 
 ARRAY = {"array": "w", "dtype": "float32", "shape": [2, 3]}
+CENTER = {"type": "Centering", "fields": {"center": {"plain": "no"}}}
+
+
+def dot_with(kernel):
+    return {"type": "Dot", "fields": {"kernel": kernel}}
+
+
+def softmax_with(alpha):
+    return {"type": "Softmax", "fields": {"alpha": alpha}}
 
 
 @pytest.mark.parametrize(
     ("description", "message"),
     [
         ({"uhop_jax": 2, "tree": {"plain": 1}}, "file.npz has format 2, this version"),
-        (
-            {"uhop_jax": 1, "tree": {"type": "Telepathy", "fields": {}}},
-            "file.npz holds a Telepathy, unknown",
-        ),
-        (
-            {"uhop_jax": 1, "tree": {"type": "Corruption", "fields": {}}},
-            "file.npz holds a Corruption, unknown",
-        ),
         ([], DAMAGED),
         ({"tree": {"plain": 1}}, DAMAGED),
         ({"uhop_jax": "1", "tree": {"plain": 1}}, DAMAGED),
-        ({"uhop_jax": 1, "tree": {}}, DAMAGED),
-        ({"uhop_jax": 1, "tree": None}, DAMAGED),
-        ({"uhop_jax": 1, "tree": {"type": "Dot"}}, DAMAGED),
-        (
-            {"uhop_jax": 1, "tree": {"type": "Dot", "fields": {"a": {}}}},
-            "file.npz holds a Dot of other fields, unknown to this version",
-        ),
-        (
-            {"uhop_jax": 1, "tree": {"type": "Centering", "fields": {}}},
-            "file.npz holds a Centering of other fields",
-        ),
-        ({"uhop_jax": 1, "tree": {**ARRAY, "array": "v"}}, DAMAGED),
-        ({"uhop_jax": 1, "tree": {**ARRAY, "shape": [2, 4]}}, DAMAGED),
-        ({"uhop_jax": 1, "tree": {**ARRAY, "dtype": "float33"}}, DAMAGED),
-        (
-            {
-                "uhop_jax": 1,
-                "tree": {"type": "Softmax", "fields": {"alpha": {"plain": 1}}},
-            },
-            "file.npz holds a Softmax of other fields",
+        *(
+            ({"uhop_jax": 1, "tree": tree}, f"file.npz, {message}")
+            for tree, message in [
+                ({"type": "Telepathy", "fields": {}}, "tree: a Telepathy is unknown"),
+                ({"type": "Corruption", "fields": {}}, "tree: a Corruption is unknown"),
+                ({}, "tree is damaged, or was not saved by uhop_jax"),
+                (None, "tree is damaged"),
+                ({"plain": []}, "tree is damaged"),
+                ({"tuple": [{"plain": 1}, 3]}, "tree.1 is damaged"),
+                ({"type": "Dot"}, "tree: a Dot is unknown"),
+                ({"type": "Dot", "fields": {"a": {}}}, "tree: a Dot of other fields"),
+                ({"type": "Centering", "fields": {}}, "tree: a Centering of other fie"),
+                ({**ARRAY, "array": "v"}, "tree: there are no numbers of dtype float3"),
+                (
+                    {**ARRAY, "shape": [2, 4]},
+                    "tree: there are no numbers of .* and shape .2, 4.",
+                ),
+                ({**ARRAY, "shape": [10**30]}, "tree: there are no numbers"),
+                ({**ARRAY, "shape": ["x"]}, "tree: there are no numbers"),
+                (
+                    {**ARRAY, "dtype": "float33"},
+                    "tree: there are no numbers of dtype float33",
+                ),
+                (
+                    {**ARRAY, "dtype": "object"},
+                    "tree: there are no numbers of dtype object",
+                ),
+                (softmax_with({"plain": 1}), "tree: a Softmax of other fields"),
+                (dot_with({"plain": 3}), "tree.kernel of a Dot has a wrong type, int"),
+                (dot_with(ARRAY), "tree.kernel of a Dot has a wrong type, Array"),
+                (
+                    dot_with({"tuple": []}),
+                    "tree.kernel of a Dot has a wrong type, tuple",
+                ),
+                (
+                    dot_with(CENTER),
+                    "tree.kernel.center of a Centering has a wrong type, str",
+                ),
+            ]
         ),
     ],
     ids=str,
@@ -323,4 +372,37 @@ def test_unknown_and_malformed_descriptions_are_refused(tmp_path, description, m
     arrays = {"w": np.zeros(24, np.uint8)}
     np.savez(path, description=np.asarray(json.dumps(description)), **arrays)
     with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize("depth", [60, 100_000])
+def test_deep_descriptions_are_refused(tmp_path, depth):
+    deep = '{"tuple":[' * depth + '{"plain":1}' + "]}" * depth
+    path = tmp_path / "file.npz"
+    np.savez(path, description=np.asarray('{"uhop_jax":1,"tree":' + deep + "}"))
+    message = "tree.0.0.*is nested more than 50 deep" if depth == 60 else DAMAGED
+    with pytest.raises(ValueError, match=f"file.npz.*{message}"):
+        load(path)
+
+
+def test_numbers_of_numpy_stay_static(tmp_path, untyped):
+    path = save(tmp_path / "file.npz", TopK(np.int64(3)))
+    assert load(path) == TopK(3) and type(load(path).k) is int
+
+
+@pytest.mark.parametrize("name", ["~/file", "~/file.npz"])
+def test_a_path_may_begin_at_home(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert save(name, KERNEL) == tmp_path / "file.npz"
+    assert_same(load("~/file.npz"), KERNEL)
+
+
+def test_a_locked_file_is_not_called_damaged(tmp_path, monkeypatch):
+    path = save(tmp_path / "file.npz", KERNEL)
+
+    def full(*_, **__):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("pathlib.Path.open", full)
+    with pytest.raises(ValueError, match="npz cannot be read: Too many open files"):
         load(path)

@@ -327,8 +327,24 @@ def test_the_rows_of_an_iterator_are_counted(options, message):
 
 
 WRONG = [
-    (dict(memories="nowhere.npy"), "nowhere.npy is not a readable .npy file"),
+    (
+        dict(memories="nowhere.npy"),
+        "memories: nowhere.npy cannot be read: No such file or directory",
+    ),
     (dict(memories=np.zeros(3)), r"memories must have shape \(n, d\)"),
+    (
+        dict(memories=MEMORIES.astype(np.longdouble)),
+        "memories must be real numbers of at most 64 bits, got dtype float128",
+    ),
+    (dict(memories=object()), "real numbers of at most 64 bits, got dtype object"),
+    (
+        dict(memories=(block for block in [MEMORIES])),
+        "memories is a generator, which can be read but once: pass a function",
+    ),
+    (
+        dict(memories=lambda: iter([MEMORIES, MEMORIES[:, 1:]])),
+        f"blocks must have one width, the first has {D}, one that follows {D - 1}",
+    ),
     (dict(memories=lambda: iter(())), "memories: the iterator holds no block"),
     (dict(memories=MEMORIES, mask=np.ones(COUNT, bool)), "mask belongs to memories"),
     (dict(values=jnp.zeros((3, 2))), r"values have shape \(3, 2\), memories"),
@@ -359,6 +375,51 @@ def test_wrong_input(change, message, untyped):
     arguments = dict(memories=jnp.asarray(MEMORIES), query=jnp.asarray(QUERY), beta=1.0)
     with pytest.raises(ValueError, match=message):
         retrieve_streamed(**(arguments | change))
+
+
+@pytest.mark.parametrize("kind", ["zip", "npz", "header", "objects", "long double"])
+def test_files_that_cannot_be_streamed(kind, tmp_path):
+    path, message = tmp_path / "x.npy", "is damaged or truncated, or is no .npy file"
+    np.save(path, MEMORIES)
+    whole = path.read_bytes()
+    match kind:
+        case "zip":
+            path.write_bytes(b"PK\3\4" + bytes(100))
+        case "npz":
+            path, message = tmp_path / "x.npz", "is a .npz archive, expected a .npy"
+            np.savez(path, MEMORIES)
+        case "header":
+            path.write_bytes(whole[:40])
+        case "objects":
+            np.save(path, np.asarray([{}]), allow_pickle=True)
+        case "long double":
+            np.save(path, MEMORIES.astype(np.longdouble))
+            message = "at most 64 bits, got dtype float128"
+    name = "x.npz" if kind == "npz" else "x.npy"
+    message = message if kind == "long double" else f"{name} {message}"
+    with pytest.raises(ValueError, match=f"memories.*{message}"):
+        retrieve_streamed(path, jnp.asarray(QUERY), beta=1.0)
+
+
+def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.save(tmp_path / "home.npy", MEMORIES)
+    found = retrieve_streamed("~/home.npy", jnp.asarray(QUERY), beta=1.0)
+    direct = retrieve_streamed(MEMORIES, jnp.asarray(QUERY), beta=1.0)
+    np.testing.assert_array_equal(found.state, direct.state)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4"])
+def test_the_order_of_bytes_does_not_matter(dtype, tmp_path):
+    swapped = (MEMORIES * 4).astype(dtype)
+    native = swapped.astype(swapped.dtype.newbyteorder("="))
+    np.save(tmp_path / "x.npy", swapped)
+    options = dict(query=jnp.asarray(QUERY), beta=1.0, separation=TopK(3), top=2)
+    expected = retrieve_streamed(native, **options)
+    for source in (swapped, tmp_path / "x.npy", lambda: iter([swapped])):
+        found = retrieve_streamed(source, **options)
+        for part, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(part, wanted)
 
 
 def test_host_memories_inside_jit_are_refused():

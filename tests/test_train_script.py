@@ -1,6 +1,7 @@
 """`train.py` from end to end: files, interruption, damage, and wrong input."""
 
 import csv
+import hashlib
 import json
 import os
 import random
@@ -85,13 +86,14 @@ def finished(tmp_path_factory):
 
 
 def test_a_run_writes_its_files(finished):
-    names = {path.name for path in finished.iterdir()}
+    names = {path.name for path in finished.glob("[!.]*")}
     assert names == {
         "checkpoints",
         "config.json",
         "curves.png",
         "metrics.csv",
         "results.csv",
+        "run.json",
         "tensorboard",
     }
     rows = records(finished / "metrics.csv")
@@ -111,6 +113,10 @@ def test_a_run_writes_its_files(finished):
     config = json.loads((finished / "config.json").read_text())
     assert config["cell"] == {"arm": "MHM + U-Hop", "size": 40, "patch": 4}
     assert {p.name for p in (finished / "checkpoints").iterdir()} >= {"4", "8"}
+    (events,) = (finished / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"test_accuracy/seed_1") == 2
+    record = json.loads((finished / "run.json").read_text())
+    assert record["read"]["digits, train split"]["shape"] == [1437, 8, 8, 1]
     with Image.open(finished / "curves.png") as picture:
         assert min(picture.size) > 300
 
@@ -124,15 +130,14 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
     assert "MHM + U-Hop" in capsys.readouterr().out
 
 
-def test_the_best_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
+def test_the_last_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
+    """No checkpoint is chosen by the test split: the number is that of the table."""
     train_and_evaluate(tiny(seeds=(0, 1), eval_only=True), finished)
     printed = capsys.readouterr().out
-    rows = records(finished / "metrics.csv")
-    means = [
-        np.mean([float(r["test_accuracy"]) for r in rows if r["epoch"] == epoch])
-        for epoch in "12"
-    ]
-    assert f"accuracy {max(means):.3g}" in printed and "20 test examples" in printed
+    rows = records(finished / "results.csv")
+    mean = np.mean([float(row["test_accuracy"]) for row in rows])
+    assert f"accuracy {mean:.3g}" in printed and "20 test examples" in printed
+    assert "step 8 (last epoch)" in printed
 
     images = labelled_images("digits", split="test")
     for number in range(3):
@@ -161,7 +166,7 @@ def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
     for name in ("figure.png", "curves.png"):  # against size, and against epochs
         with Image.open(tmp_path / name) as picture:
             assert min(picture.size) > 300
-    inner = tmp_path / "sparse_mhm_with_u_hop_warm_up_20_images_patch_4"
+    (inner,) = tmp_path.glob("sparse_mhm_with_u_hop_warm_up_20_images_patch_4_*")
     phases = [row["phase"] for row in records(inner / "metrics.csv")]
     assert phases == ["stage_one", "task"]
     assert "max train acc. %" in capsys.readouterr().out
@@ -213,9 +218,9 @@ def test_images_that_the_user_has(tmp_path, capsys):
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(spoilt)
     refused("all grey or all colour")
     Image.fromarray(np.zeros((8, 9), np.uint8)).save(spoilt)
-    refused("must have one size: 0.png is 8 x 8, 0.png 9 x 8")
+    refused("must have one size: cat/0.png is 8 x 8, dog/0.png 9 x 8")
     spoilt.write_bytes(b"no image")
-    refused("dog/0.png is no image")
+    refused("dog/0.png is damaged or truncated, or is no picture")
     shutil.rmtree(root / "test" / "dog")
     refused("train and test must hold the same classes, dog is in one alone")
     (root / "test" / "dog").mkdir()
@@ -266,10 +271,55 @@ def test_another_config_is_refused_by_name(finished):
 
 def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
-    (tmp_path / "run" / "config.json").unlink()
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    config["model"]["size"] = 16
+    path.write_text(json.dumps(config))
     changes = {"seeds": (0, 1), "model.size": 16}
     with pytest.raises(ValueError, match="is of another model: .* has shape"):
         train_and_evaluate(tiny(**changes), tmp_path / "run")
+
+
+def test_other_data_are_refused(finished, monkeypatch):
+    """One image that was swapped, for training, scores and predictions."""
+
+    def swapped(source, *, split, directory):
+        found = labelled_images(source, split=split, directory=directory)
+        if split == "train":
+            found.raw[[0, 1]] = found.raw[[1, 0]]
+        return found
+
+    monkeypatch.setattr("uhop_jax.data.labelled_images", swapped)
+    for changes in ({}, {"eval_only": True}, {"predict": str(finished)}):
+        message = "holds a run on another digits, train split: it had shape"
+        with pytest.raises(ValueError, match=message):
+            train_and_evaluate(tiny(seeds=(0, 1), **changes), finished)
+
+
+def files_of(workdir):
+    names = [p for p in workdir.rglob("*") if p.is_file() and p.name != ".lock"]
+    return {p.relative_to(workdir): p.read_bytes() for p in names}
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (lambda text: text[: text.rstrip().rfind(b"\n") + 1], "is not as the run has"),
+        (lambda text: text[:-4] + text[-2:], "is not as the run has"),
+        (None, "lacks epoch 1 of phase task, seed 0, which checkpoint 8 has behind"),
+    ],
+    ids=["no last line", "a shorter number", "no file"],
+)
+def test_metrics_that_are_not_whole_are_refused(finished, tmp_path, cut, message):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    path = run / "metrics.csv"
+    text = path.read_bytes()
+    path.unlink() if cut is None else path.write_bytes(cut(text))
+    before = files_of(run)
+    with pytest.raises(ValueError, match=message):
+        train_and_evaluate(tiny(seeds=(0, 1)), run)
+    assert files_of(run) == before
 
 
 def state_of(workdir):
@@ -296,9 +346,65 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
     for path in (run / "checkpoints" / "8").rglob("*"):
         if path.is_file():  # half of each file is gone
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    damaged = files_of(run / "checkpoints" / "8")
+    with pytest.raises(ValueError, match="checkpoint .*8 is damaged: the command that"):
+        train_and_evaluate(tiny(seeds=(0, 1), eval_only=True), run)
+    # What others have put there is no checkpoint, and stays.
+    mine = run / "checkpoints" / "best_model" / "metrics" / "metrics"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("no JSON")
     with pytest.warns(UserWarning, match="checkpoint 8 .* is damaged, going back"):
         train_and_evaluate(tiny(seeds=(0, 1)), run)
     assert_same_run(run, finished)
+    assert files_of(run / "damaged" / "checkpoint_8") == damaged  # moved, not deleted
+    assert mine.read_text() == "no JSON"
+
+
+@pytest.mark.parametrize("limit", [600, 3000, 20_000])
+def test_a_full_disk_is_one_sentence(tmp_path, limit):
+    """Files may grow to so many bytes: of tables, of checkpoints, of pictures."""
+    program = f"""
+import resource, runpy, sys
+import uhop_jax.training
+sys.argv = ["train.py", *{FLAGS!r}, "--config.train.epochs=1", "--workdir=run"]
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    lines = [x for x in done.stderr.splitlines() if " examples, " not in x]  # progress
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert "File too large" in lines[0]
+    if limit == 3000:
+        assert "run/checkpoints cannot be written (File too large)" in lines[0]
+
+
+def test_what_cannot_be_read_is_no_damage(finished, tmp_path, monkeypatch):
+    """Too many open files, a missing permission: the run stops, checkpoints stay."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = files_of(run)
+
+    def fails(*args, **options):
+        raise OSError(24, "Too many open files")
+
+    for place, name in ((ocp.CheckpointManager, "restore"), (hashlib, "file_digest")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fails)
+            with pytest.raises((ValueError, OSError), match="Too many open files"):
+                train_and_evaluate(tiny(seeds=(0, 1)), run)
+        assert files_of(run) == before
+    mine = run / "checkpoints" / "500" / "model.pt"
+    mine.parent.mkdir()
+    mine.write_text("weights")
+    with pytest.raises(ValueError, match="500 is no checkpoint that this run has wri"):
+        train_and_evaluate(tiny(seeds=(0, 1)), run)
+    assert files_of(run) == before | {mine.relative_to(run): b"weights"}
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
@@ -396,8 +502,8 @@ def test_the_reference_runs_the_released_model(tmp_path):
     assert [row["arm"] for row in rows] == [arm for arm in arms for _ in (0, 1)]
     plain, *released = (int(row["parameters"]) for row in rows[::2])
     assert plain < released[0] == released[1]
-    inner = "mhm_with_u_hop_reference_40_images_patch_8/metrics.csv"
-    phases = [row["phase"] for row in records(tmp_path / inner)]
+    (inner,) = tmp_path.glob("mhm_with_u_hop_reference_40_images_patch_8_*")
+    phases = [row["phase"] for row in records(inner / "metrics.csv")]
     assert phases == ["stage_one"] * 2 + ["task"] * 2
     with pytest.raises(ValueError, match="data.held_out must be at most 1436, got"):
         train_and_evaluate(tiny(**{"data.held_out": 1437}), tmp_path / "other")

@@ -28,7 +28,7 @@ from uhop_jax.training import (
     train,
 )
 from uhop_jax.training.checkpoints import Checkpoints
-from uhop_jax.training.run import Phase, best_epoch
+from uhop_jax.training.run import Phase, best_epoch, judged_step
 from uhop_jax.training.steps import SEPARATIONS
 from uhop_jax.training.vision import (
     Cell,
@@ -284,26 +284,38 @@ def test_patience_ends_a_run(tmp_path):
     assert [row["epoch"] for row in rows] == [1, 2, 3]
 
 
-def test_the_best_checkpoint_is_kept_and_never_a_nan(tmp_path):
-    losses = [3.0, 1.0, np.nan, 2.0, 5.0]
-    for restarted in (1, 5):  # in one go, and opened anew for each step
-        directory = tmp_path / str(restarted)
-        for step, loss in enumerate(losses, start=1):
-            if step == 1 or restarted > 1:
-                checkpoints = Checkpoints(directory, metric="test_loss", least=True)
-            checkpoints.save(step, {"x": jnp.full(2, step)}, {"test_loss": loss})
-            if step == 5 or restarted > 1:
-                checkpoints.close()
-        checkpoints = Checkpoints(directory, metric="test_loss", least=True)
-        step, state = checkpoints.best({"x": jnp.zeros(2, jnp.int64)})
-        checkpoints.close()
-        assert (step, int(state["x"][0])) == (2, 2)
-        assert sorted(int(p.name) for p in directory.iterdir()) == [2, 4, 5]
+def test_the_judged_checkpoint_is_kept_and_never_a_nan(tmp_path):
+    losses = [3.0, 1.0, np.nan, 1.0, 5.0, 2.0]
     rows = [
-        {"phase": "task", "epoch": i + 1, "test_loss": x} for i, x in enumerate(losses)
+        {"phase": "task", "epoch": n, "step": n, "validation_loss": x}
+        for n, x in enumerate(losses, start=1)
     ]
-    assert best_epoch(rows, "test_loss", True) == 2
-    assert best_epoch(rows, "test_loss", False) == 5
+    trainer, goal = squared_errors([1, 2], 2), Goal(6, "loss", least=True)
+    trainer.task = trainer.task._replace(validation=trainer.task.test)
+    for restarted in (False, True):  # in one go, and opened anew for each step
+        directory = tmp_path / str(restarted)
+        for step in range(1, 7):
+            if step == 1 or restarted:
+                checkpoints = Checkpoints(directory)
+            keep = judged_step(trainer, goal, rows[:step])
+            checkpoints.save(step, {"x": jnp.full(2, step)}, keep)
+            if step == 6 or restarted:
+                checkpoints.close()
+        assert keep == 2  # of equal ones the first
+        assert sorted(int(p.name) for p in directory.iterdir()) == [2, 5, 6]
+        checkpoints = Checkpoints(directory, read_only=True)
+        state = checkpoints.restore(2, {"x": jnp.zeros(2, jnp.int64)})
+        with pytest.raises(ValueError, match="there is no checkpoint .*3; choose"):
+            checkpoints.restore(3, {"x": jnp.zeros(2, jnp.int64)})
+        checkpoints.close()
+        assert int(state["x"][0]) == 2
+    nothing = [dict(row, validation_loss=np.nan) for row in rows]
+    assert judged_step(trainer, goal, nothing) == 1
+    assert judged_step(trainer, goal, []) is None
+    trainer.task = trainer.task._replace(validation=None)
+    assert judged_step(trainer, goal, rows) == 6  # nothing is chosen by the test split
+    assert best_epoch(rows, "validation_loss", True) == 2
+    assert best_epoch(rows, "validation_loss", False) == 5
 
 
 def test_augmentation():

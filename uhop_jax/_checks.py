@@ -144,6 +144,11 @@ def check_count(name: str, value: Any, least: int, most: int | None = None) -> N
         raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
+def check_seed(name: str, value: Any) -> None:
+    """Refuses anything but an integer of 32 bits; of more, JAX drops the others."""
+    check_count(name, value, 0, 2**32 - 1)
+
+
 def check_sizes(**sizes: Any) -> None:
     """Refuses anything but positive integers; None is a size not given."""
     for name, size in sizes.items():
@@ -197,6 +202,14 @@ def check_named(**lists: Any) -> None:
     for name, items in lists.items():
         if not len(items):
             raise ValueError(f"{name} must name at least one, got {items}")
+
+
+def check_distinct(name: str, items: Iterable[Any]) -> None:
+    """Refuses a list that names something twice."""
+    items = list(items)
+    for place, item in enumerate(items):
+        if item in items[:place]:
+            raise ValueError(f"{name} must name each once, got {item!r} twice")
 
 
 def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:

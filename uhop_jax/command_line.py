@@ -1,11 +1,14 @@
 """What the scripts share: shipped configs, flags, clear errors and exit codes."""
 
+import difflib
 import importlib.util
+import io
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -15,7 +18,12 @@ import jaxlib
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from uhop_jax._checks import check_choice
+from uhop_jax._checks import check_choice, check_distinct
+from uhop_jax._files import user_path
+
+# What documented errors are, beside too little memory.
+WRONG = (ValueError, OSError, OverflowError, FloatingPointError)
+NO_MEMORY = "RESOURCE_EXHAUSTED"  # in errors of XLA
 
 
 def retrieve() -> None:
@@ -23,7 +31,7 @@ def retrieve() -> None:
     from uhop_jax import experiments
 
     _compile_quickly()
-    run_script(experiments.run, config="retrieval", workdir="results/retrieval")
+    run_script(experiments.run, config="retrieval")
 
 
 def _compile_quickly() -> None:
@@ -43,7 +51,7 @@ def train() -> None:
     """The command `uhop-train`, and `train.py`."""
     from uhop_jax.training import train_and_evaluate
 
-    run_script(train_and_evaluate, config="vision", workdir="results/vision")
+    run_script(train_and_evaluate, config="vision")
 
 
 def configs() -> dict[str, Path]:
@@ -71,6 +79,18 @@ def config_module(name: str) -> ModuleType:
     return module
 
 
+def cost(name: str, variant: str) -> str:
+    """What a variant costs as it is shipped, in words of its config's table.
+
+    It is "" for a variant that the table does not have.
+    """
+    for line in (config_module(name).__doc__ or "").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 3 and f"`{variant}`" in cells[1]:
+            return cells[-2]
+    return ""
+
+
 def load_config(
     name: str, *variant: str, changes: Mapping[str, Any] | None = None
 ) -> ConfigDict:
@@ -95,22 +115,100 @@ def load_config(
     return config
 
 
-def run_script(
-    run: Callable[[ConfigDict, Path], None], *, config: str, workdir: str
-) -> None:
+def check_config(config: ConfigDict, *names: str) -> None:
+    """Compares a config with the shipped one of the same task: keys, types, lists.
+
+    Args:
+      config: from a file that anybody may have written.
+      *names: of the shipped configs that it may be like; `task` tells which, if there
+        are several.
+
+    Raises:
+      ValueError: if a key is missing or unknown, a value or an element of a list is of
+        another type, or a list names something twice.
+    """
+    shipped = {name: config_module(name).get_config() for name in names}
+    task = config.get("task")
+    like = [name for name, one in shipped.items() if one.get("task") == task]
+    if not like:
+        files = " or ".join(f"configs/{name}.py" for name in names)
+        got = "none" if task is None else repr(task)
+        raise ValueError(
+            f"config.task: this script takes a config like {files}, got one of task "
+            f"{got}"
+        )
+    (name,) = like
+    module = config_module(name)
+    variant = config.get("variant")
+    known = shipped[name]
+    if variant in module.VARIANTS:
+        known = module.get_config(variant)
+    before, now = _leaves(known), _leaves(config)
+    for key in sorted(now.keys() | before.keys()):
+        if key not in before:
+            near = difflib.get_close_matches(key, before, 1)
+            hint = f"; did you mean config.{near[0]}?" if near else ""
+            raise ValueError(f"unknown config key: config.{key}{hint}")
+        if key not in now:
+            raise ValueError(
+                f"config.{key} is missing; configs/{name}.py has {before[key]!r}"
+            )
+        _check_value(key, now[key], before[key])
+
+
+def _check_value(key: str, value: Any, shipped: Any) -> None:
+    if not isinstance(shipped, (tuple, list)):
+        if not _is_like(value, shipped):
+            raise ValueError(
+                f"{key} must be of type {type(shipped).__name__}, got {value!r}"
+            )
+        return
+    if not isinstance(value, (tuple, list)):
+        raise ValueError(f"{key} must be a tuple such as {shipped!r}, got {value!r}")
+    for item in value if shipped else ():
+        if not _is_like(item, shipped[0]):
+            raise ValueError(
+                f"{key} must hold values of type {type(shipped[0]).__name__}, got "
+                f"{item!r}"
+            )
+    if key != "data.split":  # fractions, which may be equal
+        check_distinct(key, value)
+
+
+def _is_like(value: Any, shipped: Any) -> bool:
+    """Whether a value can stand where a config has another."""
+    if shipped is None:  # a placeholder, whose type the config itself keeps
+        return True
+    if isinstance(shipped, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is type(shipped)
+
+
+def _leaves(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Values of a config by their whole key."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            found |= _leaves(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
     """Parses `--config`, `--config.KEY=VALUE` and `--workdir`, then calls `run`.
 
-    Whatever is wrong in flags, config or input (a `ValueError`, or a file that cannot
-    be read or written) ends with exit status 2 and one sentence on standard error;
-    Ctrl-C ends with 130.
+    Whatever is wrong in flags, config or input, a loss that diverges, too little memory
+    and a file that cannot be read or written end with exit status 2 and one sentence on
+    standard error; Ctrl-C ends with 130.
 
     Args:
       run: called with the locked config and the working directory.
       config: name of the default config; `--config` takes `FILE.py:VARIANT`, and
         `configs/NAME.py` is the one that comes with the package where there is no such
         file.
-      workdir: default of `--workdir`.
     """
+    _configure_output()
     values = flags.FLAGS
     shipped = configs()
     sys.argv = [_found(argument, shipped) for argument in sys.argv]
@@ -130,7 +228,12 @@ def run_script(
         )
     except (AttributeError, KeyError) as error:
         _refuse("unknown config key: ", error)
-    flags.DEFINE_string("workdir", workdir, "Directory that the results go to.")
+    flags.DEFINE_string(
+        "workdir",
+        "",
+        "Directory that the results go to; results/TASK/VARIANT if it is not given, "
+        f"such as {_place(config_module(config).get_config())}.",
+    )
 
     def parse(argv: list[str]) -> list[str]:
         try:
@@ -147,9 +250,13 @@ def run_script(
         del argv
         logging.set_verbosity(logging.WARNING)
         try:
-            run(values.config, Path(values.workdir))
-        except (ValueError, OSError) as error:
+            run(values.config, user_path(values.workdir or _place(values.config)))
+        except WRONG as error:
             _refuse("", error)
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            if not isinstance(error, MemoryError) and NO_MEMORY not in str(error):
+                raise
+            _refuse("there is not enough memory for sizes of this config: ", error)
         except KeyboardInterrupt:
             print("\nstopped; what is finished is kept", file=sys.stderr)
             sys.exit(130)
@@ -170,7 +277,7 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
     source = shipped[config].read_text("utf-8")
     comments = dict(re.findall(r"^ +config\.([\w.]+) = .*  # (.+)$", source, re.M))
     lines = []
-    for key, value in _flat("", values.to_dict()):
+    for key, value in _leaves(values).items():
         if key in ("variant", "task"):  # set by the file and the variant
             continue
         text = shlex.quote(str(value).replace("'", '"'))
@@ -180,16 +287,26 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
     return "\n".join([(module.__doc__ or "").rstrip(), "", title, "", *lines])
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
+def _configure_output() -> None:
+    """What a terminal cannot show is escaped, and a warning is one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    script = Path(sys.argv[0]).name
+    warnings.formatwarning = lambda message, *_, **__: f"{script}: {message}\n"
+
+
+def _place(config: ConfigDict) -> Path:
+    """The directory of a task and variant, where none is given."""
+    parts = config.get("task", "retrieval"), config.get("variant", "mine")
+    return Path("results", *(re.sub(r"\W", "_", str(part)) for part in parts))
 
 
 def _found(argument: str, shipped: Mapping[str, Path]) -> str:
-    """The argument; a shipped config that is not in `./configs` by its full path."""
+    """The argument; a config at `~`, or shipped and not in `./configs`, in full."""
+    argument = re.sub(
+        "^(--?config=)(~[^:]*)", lambda m: f"{m[1]}{user_path(m[2])}", argument
+    )
     match = re.fullmatch(r"(-{1,2}config=)?configs/(\w+)\.py(:.*)?", argument)
     if match is None:
         return argument
@@ -237,6 +354,9 @@ def _refuse(prefix: str, error: Exception | str) -> NoReturn:
 
 def _sentence(error: Exception | str) -> str:
     message = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        message = where + error.strerror
     if "Traceback" in message:  # of an error in the config file itself: its last line
         message = message.strip().splitlines()[-1].partition(": ")[2]
     if message[:1] in ("'", '"') and message[-1:] == message[:1]:  # of a KeyError

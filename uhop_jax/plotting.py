@@ -1,5 +1,6 @@
 """Figures of results; nothing is computed here."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from jaxtyping import Float
 # Distinct in colour, and by dashes and markers also in black and white.
 _COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+CAPTION = 22  # letters under an image
 _LEGEND_WITHIN = 8  # curves whose names fit into the axes
 _MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*", "<", ">")
 
@@ -240,9 +242,19 @@ def image_grid(
             if i == 0:
                 axis.set_title(name, fontsize=8)
             if captions and name in captions:
-                axis.set_xlabel(captions[name][i], fontsize=7, labelpad=2)
+                words = _shortened(str(captions[name][i]))
+                axis.set_xlabel(words, fontsize=6, labelpad=2, parse_math=False)
     figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=160)
+    with warnings.catch_warnings():  # of letters that the font does not have
+        warnings.filterwarnings("ignore", "Glyph ")
+        figure.savefig(path, dpi=160)
+
+
+def _shortened(words: str) -> str:
+    """At most as much as fits under an image, whose end tells names of files apart."""
+    if len(words) <= CAPTION:
+        return words
+    return f"{words[: CAPTION - 10]}…{words[-9:]}"
 
 
 def landscapes(path: Path, parts: Sequence[Landscape], *, title: str = "") -> None:

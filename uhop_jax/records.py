@@ -1,104 +1,40 @@
-"""The files of a run: its config, its results as a tidy table, a summary to read."""
+"""Results as tidy tables: as csv, as differences and curves, as text to read."""
 
 import csv
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from uhop_jax.plotting import Series
+from uhop_jax.storage import write_whole
 
 CELL = ("memories", "corruption", "level")  # columns that tell cells apart
 
 
-def claim(config: ConfigDict, workdir: Path) -> None:
-    """Makes `workdir` the directory of this config, and writes it to `config.json`.
-
-    Raises:
-      ValueError: if the directory holds the run of another config, which is left alone.
-    """
-    path = workdir / "config.json"
-    ours = json.loads(config.to_json_best_effort())
-    if workdir.exists() and not workdir.is_dir():
-        raise ValueError(f"workdir {workdir} is a file, it must be a directory")
-    if path.exists():
-        try:
-            theirs = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError):
-            raise ValueError(
-                f"{path} is not a readable config; choose another --workdir"
-            ) from None
-        ours_flat, theirs_flat = _flat(ours), _flat(theirs)
-        for key in sorted(ours_flat.keys() | theirs_flat.keys()):
-            mine, other = ours_flat.get(key), theirs_flat.get(key)
-            if mine != other:
-                raise ValueError(
-                    f"workdir {workdir} holds a run with config.{key}={other}, this "
-                    f"one has {mine}; choose another --workdir"
-                )
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(
-        path, lambda temporary: temporary.write_text(json.dumps(ours, indent=2))
-    )
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Calls `write` with a temporary path and moves the result to `path` at once."""
-    temporary = path.with_name(f".{path.stem}.partial{path.suffix}")
-    write(temporary)
-    os.replace(temporary, path)
-
-
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes records that share their keys as a csv with a header."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-
-    write_whole(path, write)
+    text = csv_text(rows)
+    write_whole(path, lambda partial: partial.write_bytes(text))
 
 
-def read_rows(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[dict]:
-    """Records that `write_csv` wrote, or none if there is no such file.
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Records that share their keys as a csv with a header, in UTF-8.
 
-    Args:
-      path: the file.
-      columns: type of each column; an empty cell stays "".
-
-    Raises:
-      ValueError: if the file is damaged or has other columns.
+    What has no UTF-8, as some names of files, is escaped.
     """
-    if not path.exists():
-        return []
-    try:
-        with path.open(newline="") as file:
-            header, *lines = csv.reader(file, strict=True)
-    except (ValueError, csv.Error):  # no header, or no text
-        header, lines = [], []
-    if header != list(columns):
-        raise ValueError(
-            f"{path} has columns {', '.join(header) or 'none'}, this run writes "
-            f"{', '.join(columns)}; choose another --workdir"
-        )
-    try:
-        return [
-            {
-                name: kind(cell) if cell else ""
-                for (name, kind), cell in zip(columns.items(), line, strict=True)
-            }
-            for line in lines
-        ]
-    except ValueError:
-        raise ValueError(
-            f"{path} is damaged; move it or choose another --workdir"
-        ) from None
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def csv_lines(text: bytes) -> list[list[str]]:
+    """The cells of each line of a csv."""
+    return list(csv.reader(io.StringIO(text.decode("utf-8"), newline=""), strict=True))
 
 
 def differences(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[dict]:
@@ -208,13 +144,3 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
         cells += [c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)]
         text.append("  ".join(cells))
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

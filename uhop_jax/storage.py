@@ -7,13 +7,18 @@ that hold them. Nothing is pickled, and loading builds types of this library alo
 import dataclasses
 import json
 import os
+import secrets
+import types
+import typing
 import warnings
-import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
+from jaxtyping import Array
 
 from uhop_jax import (
     calibration,
@@ -23,6 +28,7 @@ from uhop_jax import (
     separation,
     similarity,
 )
+from uhop_jax._files import read_archive, reading, user_path
 
 _TYPES: dict[str, type] = {
     cls.__name__: cls
@@ -33,13 +39,14 @@ _TYPES: dict[str, type] = {
     and cls is not corruption.Corruption
 }
 _VERSION = 1
+DEEPEST = 50  # descriptions within descriptions
 
 
 def save(path: str | Path, tree: Any) -> Path:
     """Saves a kernel, similarity, separation, memory, calibration or corruption.
 
     The file appears whole or not at all: an earlier one of that name is replaced only
-    once everything is written.
+    once everything is written. Of several writers at once, the last one wins.
 
     Args:
       path: file to write; `.npz` is added and directories are made if missing.
@@ -51,21 +58,38 @@ def save(path: str | Path, tree: Any) -> Path:
     Raises:
       ValueError: if the type cannot be saved.
     """
-    path = Path(path)
+    path = user_path(path)
     if path.suffix != ".npz":
         path = path.with_name(path.name + ".npz")
     arrays: dict[str, np.ndarray] = {}
     description = {"uhop_jax": _VERSION, "tree": _describe(tree, "tree", arrays)}
-    partial = path.with_name(f".{path.name}.partial")
+    arrays["description"] = np.asarray(json.dumps(description))
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+
+    def write(partial: Path) -> None:
         with partial.open("wb") as file:
-            arrays["description"] = np.asarray(json.dumps(description))
             np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+
+    write_whole(path, write)
+    return path
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Calls `write` with a path of its own, and moves the result to `path` at once.
+
+    Args:
+      path: file to write, in a directory that is there.
+      write: writes the whole file to the path that it is given, which has the ending
+        of `path`.
+    """
+    partial = path.with_name(
+        f".{path.stem[:40]}.{secrets.token_hex(8)}.partial{path.suffix}"
+    )
+    try:
+        write(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return path
 
 
 def load(path: str | Path) -> Any:
@@ -83,27 +107,23 @@ def load(path: str | Path) -> Any:
     Raises:
       ValueError: if the file is missing, damaged, or not one of these.
     """
-    path = Path(path)
+    path = user_path(path)
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+    arrays = read_archive(path)
+    with reading(path, "file that uhop_jax saved"):
         description = json.loads(str(arrays.pop("description")))
         version, tree = description["uhop_jax"], description["tree"]
-        if version <= _VERSION:
-            return _build(tree, arrays)
-    except _UnknownTypeError as error:
-        raise ValueError(f"{path} holds a {error}, unknown to this version") from None
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, TypeError):
-        raise ValueError(f"{path} is damaged, or was not saved by uhop_jax") from None
-    raise ValueError(
-        f"{path} has format {version}, this version of uhop_jax reads up to {_VERSION}"
-    )
-
-
-class _UnknownTypeError(Exception):
-    """A type of another version, or of none."""
+        known = version <= _VERSION
+    if not known:
+        raise ValueError(
+            f"{path} has format {version}, this version of uhop_jax reads up to "
+            f"{_VERSION}"
+        )
+    try:
+        return _build(tree, "tree", arrays)
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}") from None
 
 
 def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -113,12 +133,12 @@ def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
         parts = [_describe(v, f"{name}.{i}", arrays) for i, v in enumerate(value)]
         return {"tuple": parts}
     if type(value).__name__ in _TYPES:
-        fields = {
-            field.name: _describe(
-                getattr(value, field.name), f"{name}.{field.name}", arrays
-            )
-            for field in dataclasses.fields(value)
-        }
+        fields = {}
+        for field in dataclasses.fields(value):
+            x = getattr(value, field.name)
+            if field.metadata.get("static") and isinstance(x, np.generic):
+                x = x.item()
+            fields[field.name] = _describe(x, f"{name}.{field.name}", arrays)
         return {"type": type(value).__name__, "fields": fields}
     try:
         array = np.asarray(value)
@@ -134,30 +154,73 @@ def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     return {"array": name, "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
-def _build(node: Any, arrays: dict[str, np.ndarray]) -> Any:
-    if "plain" in node:
-        return node["plain"]
-    if "tuple" in node:
-        return tuple(_build(part, arrays) for part in node["tuple"])
-    if "array" in node:
-        raw = arrays[node["array"]].tobytes()
-        array = np.frombuffer(raw, jnp.dtype(node["dtype"])).reshape(node["shape"])
+def _build(node: Any, name: str, arrays: Mapping[str, np.ndarray]) -> Any:
+    """What a description stands for; `name` is its place in the file."""
+    if name.count(".") > DEEPEST:
+        raise ValueError(f"{name[:20]}... is nested more than {DEEPEST} deep")
+    match node:
+        case {"plain": None | bool() | int() | float() | str() as value}:
+            return value
+        case {"tuple": [*parts]}:
+            return tuple(_build(x, f"{name}.{i}", arrays) for i, x in enumerate(parts))
+        case {"array": str(key), "dtype": str(dtype), "shape": [*shape]}:
+            return _array(name, arrays.get(key), dtype, shape)
+        case {"type": str(kind), "fields": {**nodes}} if kind in _TYPES:
+            return _object(_TYPES[kind], name, nodes, arrays)
+        case {"type": str(kind)}:
+            raise ValueError(f"{name}: a {kind} is unknown to this version of uhop_jax")
+    raise ValueError(f"{name} is damaged, or was not saved by uhop_jax")
+
+
+def _array(name: str, stored: Any, dtype: str, shape: list) -> Array:
+    try:
+        array = np.frombuffer(stored.tobytes(), jnp.dtype(dtype)).reshape(shape)
         loaded = jnp.asarray(array)
-        if loaded.dtype != array.dtype:
-            warnings.warn(
-                f"the file holds {array.dtype}, loaded as {loaded.dtype}: set "
-                "jax_enable_x64 to keep every digit",
-                stacklevel=3,
-            )
-        return loaded
-    if node["type"] not in _TYPES:
-        raise _UnknownTypeError(node["type"])
-    cls = _TYPES[node["type"]]
-    fields = {field.name: field.default for field in dataclasses.fields(cls)}
-    saved = node["fields"].keys()
+    except Exception:  # whatever NumPy and JAX say to odd dtypes and shapes
+        raise ValueError(
+            f"{name}: there are no numbers of dtype {dtype} and shape {shape}"
+        ) from None
+    if loaded.dtype != array.dtype:
+        warnings.warn(
+            f"the file holds {array.dtype}, loaded as {loaded.dtype}: set "
+            "jax_enable_x64 to keep every digit",
+            stacklevel=3,
+        )
+    return loaded
+
+
+def _object(cls: type, name: str, nodes: dict, arrays: Mapping[str, np.ndarray]) -> Any:
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     # A field that came later has a default, under which older files mean what they did.
-    missing = [name for name in fields.keys() - saved]
-    unknown = any(fields[name] is dataclasses.MISSING for name in missing)
-    if unknown or saved - fields.keys():
-        raise _UnknownTypeError(f"{node['type']} of other fields")
-    return cls(**{k: _build(v, arrays) for k, v in node["fields"].items()})
+    missing = [field for field in defaults.keys() - nodes.keys()]
+    unknown = any(defaults[field] is dataclasses.MISSING for field in missing)
+    if unknown or nodes.keys() - defaults.keys():
+        raise ValueError(
+            f"{name}: a {cls.__name__} of other fields is unknown to this version of "
+            "uhop_jax"
+        )
+    hints = typing.get_type_hints(cls)
+    fields = {}
+    for field, node in nodes.items():
+        value = _build(node, f"{name}.{field}", arrays)
+        if not _fits(value, hints[field]):
+            raise ValueError(
+                f"{name}.{field} of a {cls.__name__} has a wrong type, "
+                f"{type(value).__name__}"
+            )
+        fields[field] = value
+    return cls(**fields)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value can be what an annotation says; of arrays, that it is one."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_fits(value, choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        kind = typing.get_args(hint)[0]
+        return isinstance(value, tuple) and all(_fits(x, kind) for x in value)
+    if issubclass(hint, jaxtyping.AbstractArray):
+        hint = Array | float
+    if hint is float:
+        hint = float | int
+    return isinstance(value, hint)

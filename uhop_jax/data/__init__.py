@@ -3,7 +3,14 @@
 from uhop_jax.data.house import simulated_house
 from uhop_jax.data.images import IMAGES, Images, images, prepare
 from uhop_jax.data.labelled import labelled_images, subset
-from uhop_jax.data.patterns import SYNTHETIC, Patterns, load, read_patterns, synthetic
+from uhop_jax.data.patterns import (
+    CHANNELS,
+    SYNTHETIC,
+    Patterns,
+    load,
+    read_patterns,
+    synthetic,
+)
 from uhop_jax.data.pictures import read_pictures
 from uhop_jax.data.series import SERIES, SOURCES, Series, read_series, series
 from uhop_jax.data.windows import (
@@ -19,6 +26,7 @@ from uhop_jax.data.windows import (
 )
 
 __all__ = [
+    "CHANNELS",
     "IMAGES",
     "SERIES",
     "SOURCES",

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int32, UInt8
 
 from uhop_jax._checks import check_choice, check_count
+from uhop_jax._files import reading, user_path
 
 VERSIONS = {"mnist": "3.0.1", "cifar10": "3.0.2", "cifar100": "3.0.2"}
 HOSTS = {
@@ -120,6 +121,8 @@ def prepare(
       ValueError: if a package is missing, or the host cannot be reached.
     """
     check_choice("data set", name, VERSIONS)
+    directory = user_path(directory)
+    source = None if source is None else user_path(source)
     tfds = _import_tfds()
     if importlib.util.find_spec("tensorflow") is None:
         raise ValueError(
@@ -131,7 +134,7 @@ def prepare(
     builder = tfds.builder(name, data_dir=directory, file_format="array_record")
     if source is not None:
         files = [info.filename for info in builder.url_infos.values()]
-        missing = [file for file in files if not (Path(source) / file).exists()]
+        missing = [file for file in files if not (source / file).exists()]
         if missing:
             raise ValueError(f"{source} lacks {', '.join(missing)} of {name}")
     config = tfds.download.DownloadConfig(
@@ -141,9 +144,14 @@ def prepare(
         builder.download_and_prepare(download_config=config)
     except Exception as error:  # downloads fail in many ways
         raise ValueError(
-            f"{name} could not be prepared in data.dir {directory}: "
-            f"{str(error).splitlines()[0]}"
+            f"{name} could not be prepared in data.dir {directory}: {cause(error)}"
         ) from error
+
+
+def cause(error: Exception) -> str:
+    """Type and first line of what a download raised, which only it can tell."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}"
 
 
 def check_reachable(name: str, host: str, directory: str | Path) -> None:
@@ -160,10 +168,8 @@ def check_reachable(name: str, host: str, directory: str | Path) -> None:
 
 
 def _place(directory: str | Path | None) -> Path:
-    if directory is not None:
-        return Path(directory).expanduser()
     default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
-    return Path(default).expanduser()
+    return user_path(default if directory is None else directory)
 
 
 def _import_tfds() -> Any:
@@ -171,7 +177,7 @@ def _import_tfds() -> Any:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise ValueError(
-            f"reading this data set needs tensorflow-datasets ({error}): {INSTALL}"
+            f"reading this data set needs the package {error.name}: {INSTALL}"
         ) from None
     return tfds
 
@@ -182,8 +188,10 @@ def _tfds_images(name: str, split: str, directory: Path, limit: int | None) -> I
     prepared = directory / name / VERSIONS[name]
     if not (prepared / "dataset_info.json").exists():
         prepare(name, directory)
-    info = json.loads((prepared / "dataset_info.json").read_text())
-    found = {s["name"]: sum(map(int, s["shardLengths"])) for s in info["splits"]}
+    about = prepared / "dataset_info.json"
+    with reading(about, "description by TFDS"):
+        info = json.loads(about.read_text("utf-8"))
+        found = {s["name"]: sum(map(int, s["shardLengths"])) for s in info["splits"]}
     if found.get(split, 0) == 0:
         raise ValueError(
             f"data.split {split!r} of {name} is not in data.dir {directory}; it holds "
@@ -206,10 +214,12 @@ def _tfds_images(name: str, split: str, directory: Path, limit: int | None) -> I
                 with Image.open(io.BytesIO(example["image"])) as picture:
                     pixels[index] = np.asarray(picture).reshape(SHAPES[name])
                 labels[index] = example["label"]
+    except ImportError as error:
+        raise ValueError(f"{name} needs {error.name} to be read: {INSTALL}") from None
     except Exception as error:  # a damaged record or another file format
         raise ValueError(
             f"{name} in data.dir {directory} cannot be read, set data.dir to another "
-            f"directory to prepare it anew: {str(error).splitlines()[0]}"
+            "directory to prepare it anew"
         ) from error
     return Images(pixels, labels)
 
@@ -232,26 +242,35 @@ def _tiny_imagenet(split: str, directory: Path, limit: int | None) -> Images:
         url, digest = TINY_IMAGENET
         folder = root.parent
         unzip = pooch.Unzip(extract_dir=folder)
-        pooch.retrieve(url, digest, path=folder, processor=unzip, progressbar=True)
-    classes = (root / "wnids.txt").read_text().split()
-    number = {wnid: index for index, wnid in enumerate(classes)}
-    if split == "train":
-        files = [
-            (file, number[wnid])
-            for wnid in classes
-            for file in sorted((root / "train" / wnid / "images").glob("*.JPEG"))
-        ]
-    else:
-        lines = (root / "val" / "val_annotations.txt").read_text().splitlines()
-        pairs = [line.split("\t")[:2] for line in lines]
-        files = [(root / "val" / "images" / f, number[wnid]) for f, wnid in pairs]
-    files = files[:limit]
+        try:
+            pooch.retrieve(url, digest, path=folder, processor=unzip, progressbar=True)
+        except Exception as error:  # downloads fail in many ways
+            raise ValueError(
+                f"tiny_imagenet could not be downloaded into data.dir {directory}: "
+                f"{cause(error)}"
+            ) from error
+    with reading(root, "folder of Tiny ImageNet"):
+        files = _tiny_imagenet_files(root, split)[:limit]
     pixels = np.empty((len(files), 64, 64, 3), np.uint8)
     for index, (file, _) in enumerate(files):
-        try:
-            with Image.open(file) as picture:
-                pixels[index] = np.asarray(picture.convert("RGB"))
-        except (OSError, SyntaxError, ValueError):
-            raise ValueError(f"{file} is missing, truncated or no image") from None
+        with reading(file, "picture of 64 x 64"), Image.open(file) as picture:
+            pixels[index] = np.asarray(picture.convert("RGB"))
     labels = np.asarray([label for _, label in files], np.int32)
     return Images(pixels, labels)
+
+
+def _tiny_imagenet_files(root: Path, split: str) -> list[tuple[Path, int]]:
+    """Pictures of a split and their labels."""
+    classes = (root / "wnids.txt").read_text("utf-8").split()
+    number = {wnid: index for index, wnid in enumerate(classes)}
+    if split == "train":
+        found = []
+        for wnid in classes:
+            files = sorted((root / "train" / wnid / "images").glob("*.JPEG"))
+            if not files:
+                raise ValueError(f"{wnid} is empty")
+            found += [(file, number[wnid]) for file in files]
+        return found
+    notes = (root / "val" / "val_annotations.txt").read_text("utf-8")
+    pairs = [line.split("\t")[:2] for line in notes.splitlines()]
+    return [(root / "val" / "images" / f, number[wnid]) for f, wnid in pairs]

@@ -5,8 +5,14 @@ from pathlib import Path
 import numpy as np
 
 from uhop_jax._checks import check_choice, check_count
+from uhop_jax._files import shown_name, user_path
 from uhop_jax.data.images import IMAGES, SPLITS, Images, images
-from uhop_jax.data.pictures import picture_files, read_pictures
+from uhop_jax.data.pictures import (
+    entries_of,
+    picture_files,
+    read_pictures,
+    warn_not_read,
+)
 
 
 def labelled_images(
@@ -34,7 +40,7 @@ def labelled_images(
         return _rows(found, test if split == "test" else ~test)
     if source in IMAGES:
         return images(source, split=split, directory=directory)
-    return _class_folders(Path(source), split)
+    return _class_folders(user_path(source), split)
 
 
 def subset(found: Images, number: int) -> Images:
@@ -65,8 +71,7 @@ def _class_folders(root: Path, split: str) -> Images:
                 f"{root} must hold the folders {' and '.join(SPLITS)}, {part} is "
                 "missing"
             )
-        folders = sorted(f for f in (root / part).iterdir() if f.is_dir())
-        names[part] = [f.name for f in folders if not f.name.startswith(".")]
+        names[part] = [x.name for x in entries_of(root / part) if x.is_dir()]
     classes = names["train"]
     if len(classes) < 2:
         raise ValueError(
@@ -80,14 +85,16 @@ def _class_folders(root: Path, split: str) -> Images:
             "alone"
         )
     files, labels = [], []
-    for label, name in enumerate(classes):
-        ours = picture_files(root / split / name)
+    folders = [root / split / name for name in classes]
+    if loose := [x.name for x in entries_of(root / split) if not x.is_dir()]:
+        warn_not_read(f"{root / split}: pictures of the folders there", loose)
+    for label, ours in enumerate(picture_files(folders)):
         if not ours:
-            raise ValueError(f"class {name} is empty: {root / split / name}")
+            raise ValueError(f"class {classes[label]} is empty: {folders[label]}")
         files += ours
         labels += [label] * len(ours)
     return Images(
         read_pictures(files),
         np.asarray(labels, np.int32),
-        classes=tuple(classes),
+        classes=tuple(map(shown_name, folders)),
     )

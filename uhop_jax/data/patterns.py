@@ -1,6 +1,8 @@
 """Patterns to store and queries to retrieve: by name, made up, or the user's own."""
 
+import functools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,9 +11,21 @@ import numpy as np
 from jaxtyping import Float
 
 from uhop_jax._checks import check_choice, check_count
+from uhop_jax._files import (
+    check_fits,
+    mapped_array,
+    read_archive,
+    shown_name,
+    user_path,
+)
 from uhop_jax.data.images import IMAGES, images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 
+CHANNELS = (1, 3, 4)  # of what can be drawn
+# Ratios of typical values beyond which two sets are of different scales: where the
+# larger is never negative, as pictures are in 0 to 16 or 255, and where it is, since
+# noise may be some times as large as a pattern.
+SCALES = {True: 12, False: 1000}
 SYNTHETIC = ("sphere", "gaussian", "correlated")
 
 
@@ -62,14 +76,14 @@ def load(
         return _patterns(found.patterns, found.pixels.shape[1:])
     if source.startswith("synthetic:"):
         _, kind, *rest = source.split(":")
-        if len(rest) > 1 or not all(x.isdecimal() for x in rest):
+        if len(rest) > 1 or not all(re.fullmatch("[0-9]{1,9}", x) for x in rest):
             raise ValueError(
                 f"synthetic data is synthetic:KIND:DIMENSION, got {source!r}"
             )
         dimension = int(rest[0]) if rest else 64
         return _patterns(synthetic(kind, limit or 10_000, dimension, seed=seed))
     is_word = os.sep not in source and "." not in source
-    if not source or is_word and not Path(source).exists():
+    if not source or is_word and not user_path(source).exists():
         kinds = ", ".join(f"synthetic:{kind}" for kind in SYNTHETIC)
         raise ValueError(
             f"unknown data {source!r}; choose one of {', '.join(IMAGES)}, {kinds}, or "
@@ -92,13 +106,15 @@ def synthetic(
       correlation: expected cosine of two `correlated` patterns.
 
     Raises:
-      ValueError: if the kind is unknown or a number is out of range.
+      ValueError: if the kind is unknown, a number is out of range, or there is not
+        enough memory.
     """
     check_choice("kind of synthetic data", kind, SYNTHETIC)
     check_count("number", number, 1)
     check_count("dimension", dimension, 2)
     if not 0 <= correlation < 1:
         raise ValueError(f"correlation must be in [0, 1), got {correlation}")
+    check_fits(f"{number} patterns of dimension {dimension}", 4 * number * dimension)
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((number, dimension), np.float32)
     if kind == "sphere":
@@ -116,46 +132,108 @@ def read_patterns(path: str | Path, *, limit: int | None = None) -> Patterns:
 
     Args:
       path: a `.npy` of shape `(n, d)`, `(n, height, width)` or `(n, height, width,
-        channels)`; a `.npz` with one such array, or one named `patterns`; or a folder
-        of images of one size, all grey or all colour, in the order of their names;
-        transparency is dropped. Images and uint8 arrays are divided by 255.
+        channels)` with 1, 3 or 4 channels; a `.npz` with one such array, or one named
+        `patterns`; or a folder of images of one size, all grey or all colour, in the
+        order of their names, see `read_pictures`. Images and uint8 arrays are divided
+        by 255.
       limit: only the first so many.
 
     Raises:
       ValueError: if nothing can be read there, or what is read does not fit together.
     """
-    path = Path(path)
+    path = user_path(path)
     if limit is not None:
         check_count("limit", limit, 1)
     if path.is_dir():
         return _read_folder(path, limit)
     if not path.exists():
         raise ValueError(f"no such file or folder: {path}")
-    if path.suffix.lower() not in (".npy", ".npz"):
+    match path.suffix.lower():
+        case ".npy":
+            return _from_array(path, mapped_array(path), limit)
+        case ".npz":
+            [array] = read_archive(path, functools.partial(_one_of, path)).values()
+            return _from_array(path, array, limit)
+    raise ValueError(
+        f"{path} is no .npy, .npz or folder of images; put single images into a folder"
+    )
+
+
+def mapped_patterns(
+    path: str | Path, like: Float[np.ndarray, "M d"]
+) -> Float[np.ndarray, "n d"]:
+    """Patterns in a `.npy` file that stay there, one a row.
+
+    Args:
+      path: of floats `(n, ...)`, of 16, 32 or 64 bits, in C order.
+      like: patterns whose dimension and scale they have.
+
+    Returns:
+      The array in the file, which is read once here to see that all are numbers.
+
+    Raises:
+      ValueError: if the file cannot be read, or holds something else, NaN or infinity.
+    """
+    array = mapped_array(path, "mapped")
+    floating = array.dtype.kind == "f" and array.dtype.itemsize <= 8
+    if not floating or array.ndim < 2:
         raise ValueError(
-            f"{path} is no .npy, .npz or folder of images; put single images into a "
-            "folder"
+            "mapped must hold floating patterns (n, ...) of 16, 32 or 64 bits, "
+            f"{path} has dtype {array.dtype} and shape {array.shape}"
         )
-    try:
-        with path.open("rb") as file:
-            array = np.load(file, allow_pickle=False)
-            names: list[str] | None = getattr(array, "files", None)
-            if names is not None:
-                rest = [name for name in names if name != "labels"]
-                chosen = ["patterns"] if "patterns" in names else rest
-                array = array[chosen[0]] if len(chosen) == 1 else None
-    except ValueError:
+    if array.ndim > 2 and not array.flags.c_contiguous:
+        raise ValueError(f"mapped must be in C order, {path} is in Fortran order")
+    array = array.reshape(len(array), -1)
+    dimension = like.shape[1]
+    if array.shape[1] != dimension or len(array) < 2:
         raise ValueError(
-            f"{path} is damaged, or holds Python objects in place of numbers"
-        ) from None
-    except Exception:  # also of zlib, zipfile and tokenize, which NumPy lets through
-        raise ValueError(f"{path} is damaged or truncated") from None
-    if array is None:
+            f"mapped has shape {array.shape}, patterns have dimension {dimension}"
+        )
+    size = max(2**22 // dimension, 1)
+    for start in range(0, len(array), size):
+        with np.errstate(over="ignore"):  # what overflows float32 is infinite here
+            block = array[start : start + size].astype(np.float32)
+        bad = np.flatnonzero(~np.isfinite(block).all(-1))
+        if bad.size:
+            raise ValueError(
+                f"mapped: {path} holds NaN or infinity, the first in row "
+                f"{start + bad[0]}: replace or remove such patterns"
+            )
+    sample = np.linspace(0, len(array) - 1, min(len(array), 1000)).astype(int)
+    check_scale("mapped", np.asarray(array[sample], np.float32), like)
+    return array
+
+
+def check_scale(
+    name: str, values: Float[np.ndarray, "n d"], stored: Float[np.ndarray, "M d"]
+) -> None:
+    """Refuses patterns of another scale than the memories.
+
+    Raises:
+      ValueError: if typical patterns of one are many times as large as of the other.
+    """
+    typical = [float(np.median(np.abs(x).max(-1))) for x in (values, stored)]
+    larger = values if typical[0] > typical[1] else stored
+    limit = SCALES[bool(larger.min() >= 0)]
+    if max(typical) > 1 and max(typical) > limit * min(typical) > 0:
+        ranges = [f"from {x.min():.4g} to {x.max():.4g}" for x in (values, stored)]
+        raise ValueError(
+            f"{name} hold values {ranges[0]}, the memories {ranges[1]}: both must have "
+            "one scale; pictures and uint8 arrays are divided by 255 when they are "
+            "read, other numbers are taken as they are"
+        )
+
+
+def _one_of(path: Path, names: list[str]) -> list[str]:
+    """The array of an archive that holds the patterns."""
+    rest = [name for name in names if name != "labels"]
+    chosen = ["patterns"] if "patterns" in names else rest
+    if len(chosen) != 1:
         raise ValueError(
             f"{path} must hold one array, or one named patterns; it holds "
-            f"{', '.join(names or ()) or 'none'}"
+            f"{', '.join(names) or 'none'}"
         )
-    return _from_array(path, array, limit)
+    return chosen
 
 
 def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
@@ -169,7 +247,14 @@ def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
         )
     if array.size == 0:
         raise ValueError(f"{path} holds no patterns, its shape is {array.shape}")
+    if array.ndim == 4 and array.shape[-1] not in CHANNELS:
+        raise ValueError(
+            f"{path} must have 1, 3 or 4 channels, on the last axis, got shape "
+            f"{array.shape}: numpy.moveaxis(x, 1, -1) puts the first there; patterns "
+            "that are no pictures have shape (n, d)"
+        )
     array = array[:limit]
+    check_fits(path, array.size * 4)
     with np.errstate(over="ignore"):  # what overflows float32 is reported below
         values = array.reshape(len(array), -1).astype(np.float32)
     if array.dtype == np.uint8:
@@ -182,11 +267,11 @@ def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
 
 
 def _read_folder(path: Path, limit: int | None) -> Patterns:
-    files = picture_files(path)
+    [files] = picture_files([path])
     if not files:
         raise ValueError(f"{path} holds no images ({', '.join(ENDINGS)})")
     found = _from_array(path, read_pictures(files[:limit]))
-    return found._replace(names=tuple(file.name for file in files[:limit]))
+    return found._replace(names=tuple(map(shown_name, files[:limit])))
 
 
 def _patterns(values: np.ndarray, shape: Sequence[int] | None = None) -> Patterns:

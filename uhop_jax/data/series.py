@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from uhop_jax._checks import check_choice
+from uhop_jax._files import reading, user_path
 from uhop_jax.data.dates import (
     DAY,
     SECOND,
@@ -28,7 +29,7 @@ from uhop_jax.data.dates import (
     steps_of,
 )
 from uhop_jax.data.house import simulated_house
-from uhop_jax.data.images import INSTALL, check_reachable
+from uhop_jax.data.images import INSTALL, cause, check_reachable
 
 ETT = (
     "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/"
@@ -38,6 +39,7 @@ WTH = (  # a copy with an address that does not change; the SHA-256 tells if it 
     "https://raw.githubusercontent.com/xun468/Time-GNN/"
     "68c3c6cd970f102b35139cff97eee4837a0fc200/datasets/"
 )
+LARGEST = 2**30  # bytes of text; its cells take ten times as much
 HOST = "raw.githubusercontent.com"
 
 
@@ -140,7 +142,7 @@ def series(name: str, *, directory: str | Path | None = None, **options: Any) ->
         return Series(values, names, dates, np.timedelta64(3600, "s"))
     if name in SOURCES:
         return read_series(_place(name, directory), **options)
-    if not Path(name).suffix and not Path(name).exists():
+    if not Path(name).suffix and not user_path(name).exists():
         raise ValueError(
             f"unknown series {name!r}; choose one of {', '.join(SERIES)}, or give the "
             "path of a csv"
@@ -184,7 +186,7 @@ def read_series(
     chosen = (missing, gaps, duplicates, unsorted, constant)
     for (option, choices), value in zip(OPTIONS.items(), chosen, strict=True):
         check_choice(option, value, choices)
-    path = Path(path).expanduser()
+    path = user_path(path)
     names, lines, cells = _table(path)
     wanted = _wanted(path, names, columns)
     dates = parsed_dates(path, names[0], lines, [row[0] for row in cells], date_format)
@@ -272,7 +274,7 @@ def _place(name: str, directory: str | Path | None) -> Path:
         pooch = _import_pooch(name)
         folder = Path(pooch.os_cache("uhop_jax"))
     else:
-        folder = Path(directory).expanduser()
+        folder = user_path(directory)
     for path in (folder / source.file, folder / f"{source.file}.gz"):
         if path.exists():
             text = _read(path).replace("\r\n", "\n")
@@ -294,8 +296,7 @@ def _place(name: str, directory: str | Path | None) -> Path:
         )
     except Exception as error:  # downloads fail in many ways
         raise ValueError(
-            f"{name} could not be downloaded into data.dir {folder}: "
-            f"{str(error).splitlines()[0]}"
+            f"{name} could not be downloaded into data.dir {folder}: {cause(error)}"
         ) from error
     return folder / source.file
 
@@ -311,15 +312,20 @@ def _import_pooch(name: str) -> Any:
 def _read(path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
+    with reading(path, "csv or csv.gz"), path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        source: Any = gzip.GzipFile(fileobj=file) if packed else file
+        raw = source.read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise ValueError(
+            f"{path} holds more than {LARGEST / 2**20:.0f} MiB of text, too much for a "
+            "series: give a part of it"
+        )
     try:
-        raw = path.read_bytes()
-        if raw.startswith(b"\x1f\x8b"):
-            raw = gzip.decompress(raw)
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text in UTF-8") from None
-    except Exception:  # also of zlib
-        raise ValueError(f"{path} is damaged or truncated") from None
 
 
 def _table(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:

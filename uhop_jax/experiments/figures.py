@@ -9,8 +9,10 @@ import numpy as np
 from uhop_jax import plotting, records
 from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
+from uhop_jax.workdir import write_file
 
 ERROR = "error (sum of squared pixel differences)"
+MOST_IMAGES = 100  # rows of an image grid; Matplotlib draws no more than 65,536 dots
 FEW = 7  # methods that one panel can show
 _GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
 _GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}
@@ -56,11 +58,17 @@ def sweep(rows: Sequence[Mapping[str, Any]]) -> list[plotting.Panel]:
 
 def save(path: Path, parts: Sequence[plotting.Panel], title: str) -> None:
     """Writes the panels whole or not at all."""
-    records.write_whole(path, lambda file: plotting.panels(file, parts, title=title))
+    write_file(path, lambda file: plotting.panels(file, parts, title=title))
 
 
-def images(path: Path, columns: Mapping[str, np.ndarray], title: str) -> None:
+def images(
+    path: Path,
+    columns: Mapping[str, np.ndarray],
+    title: str,
+    captions: Mapping[str, Sequence[str]] | None = None,
+) -> None:
     """Writes an image grid whole or not at all."""
-    records.write_whole(
-        path, lambda file: plotting.image_grid(file, columns, title=title)
+    write_file(
+        path,
+        lambda file: plotting.image_grid(file, columns, captions=captions, title=title),
     )

@@ -12,16 +12,19 @@ from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
 from uhop_jax import data, records
-from uhop_jax._checks import check_count
+from uhop_jax._checks import check_count, check_seed
+from uhop_jax._files import mapped_array
 from uhop_jax.calibration import Calibration, calibrate
+from uhop_jax.data.patterns import check_scale, mapped_patterns
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
-from uhop_jax.experiments.sweep import load_patterns
+from uhop_jax.experiments.sweep import load_patterns, patterns_read
 from uhop_jax.retrieval import converge, has_energy
 from uhop_jax.sharding import memory_mesh, shard_memories
 from uhop_jax.storage import load, save
 from uhop_jax.streaming import retrieve_streamed
 from uhop_jax.theory import effective_memories
+from uhop_jax.workdir import check, claimed, fingerprint, write_file, write_table
 
 MAX_UPDATES = 100
 
@@ -56,7 +59,28 @@ class CalibratedMemory(NamedTuple):
         memory = cls(*found) if isinstance(found, tuple) and len(found) == 4 else None
         if memory is None or not isinstance(memory.model, Calibration):
             raise ValueError(f"{path} is no memory that the query variant saved")
+        if wrong := memory._wrong():
+            raise ValueError(f"{path} is damaged: {wrong}")
         return memory
+
+    def _wrong(self) -> str:
+        """What does not fit together; "" if all does."""
+        values, shape, names = self.values, self.shape, self.names
+        floating = isinstance(values, Array) and jnp.issubdtype(
+            values.dtype, jnp.floating
+        )
+        if not floating or values.ndim != 2 or len(values) < 2:
+            return "values are no array (M, d) of at least two patterns"
+        bad = np.flatnonzero(~np.isfinite(values).all(-1))
+        if bad.size:
+            return f"values hold NaN or infinity, the first in row {bad[0]}"
+        sizes = isinstance(shape, tuple) and all(type(x) is int for x in shape)
+        if not sizes or len(shape) not in (1, 3) or np.prod(shape) != values.shape[1]:
+            return f"shape is {shape!r:.40}, of patterns of dimension {values.shape[1]}"
+        words = isinstance(names, tuple) and all(isinstance(x, str) for x in names)
+        if not words or len(names) != len(values):
+            return f"names are not those of {len(values)} patterns"
+        return ""
 
 
 class Answers(NamedTuple):
@@ -143,10 +167,12 @@ def answer_in_blocks(
 ) -> Answers:
     """Likewise, holding a block of the patterns at a time; they may lie in a file."""
     size = block or max(2**20 // patterns.shape[1], 1)
+    # The squares of half precision would overflow.
+    working = np.promote_types(patterns.dtype.newbyteorder("="), np.float32)
 
     def with_squares() -> Iterator[np.ndarray]:
         for start in range(0, len(patterns), size):
-            rows = np.asarray(patterns[start : start + size])
+            rows = np.asarray(patterns[start : start + size], working)
             squares = np.square(rows).sum(-1, keepdims=True)
             yield np.concatenate([rows, squares], axis=-1)
 
@@ -185,72 +211,103 @@ def run(config: ConfigDict, workdir: Path) -> None:
       ValueError: if something cannot be read, or does not fit.
     """
     began = time.perf_counter()
-    check_count("images", config.images, 0)
+    check_count("images", config.images, 0, figures.MOST_IMAGES)
+    check_seed("seed", config.seed)
     memory = CalibratedMemory.load(config.memory) if config.memory else None
     stored: Any = memory or _patterns(config)
+    read = patterns_read(config.memory or config.data.name, stored)
     queries = data.read_patterns(config.queries) if config.queries else None
     if queries is not None and tuple(queries.shape) != tuple(stored.shape):
         raise ValueError(
             f"queries have shape {queries.shape}, the memories {stored.shape}"
         )
+    if queries is not None:
+        read |= patterns_read(config.queries, queries)
     observed = _observed(config.observed, queries)
+    if observed is not None:
+        read[config.observed] = fingerprint(np.asarray(observed))
     check_count("block", config.block, 0)
     check_count("shards", config.shards, 0)
+    if config.shards:
+        memory_mesh(config.shards)
     in_blocks = bool(config.block or config.mapped)
     if in_blocks and config.shards:
         raise ValueError(
             f"block {config.block} and mapped {config.mapped!r} stream the memories, "
             f"shards {config.shards} hold them all: choose one"
         )
-    mapped = _mapped(config.mapped, stored.values.shape[1]) if config.mapped else None
+    known = np.asarray(stored.values)
+    if queries is not None:
+        seen = queries.values if observed is None else queries.values * observed
+        check_scale("queries", np.asarray(seen), known)
+    mapped = mapped_patterns(config.mapped, known) if config.mapped else None
     options, shape = config.corruption, tuple(stored.shape)
     clamped = bool(stored.values.min() >= 0 and stored.values.max() <= 1)
     corruption = corruption_of(options.kind, options.level, shape, clamped=clamped)
     if observed is not None:
         corruption = KnownMasks(observed)
-    records.claim(config, workdir)
-
-    written = []
+    check(workdir, config, read)
     if memory is None:
         values = jnp.asarray(stored.values)
         model = calibrate(jax.random.key(config.seed), values, corruption)
-        shape, names = tuple(stored.shape), stored.names
-        memory = CalibratedMemory(values, model, shape, names)
-        memory.save(workdir / "memory.npz")
-        written.append("memory.npz")
-    print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
+        memory = CalibratedMemory(values, model, tuple(stored.shape), stored.names)
+    found = None
+    patterns = np.asarray(memory.values) if mapped is None else mapped
     if queries is not None:
         asked = jnp.asarray(queries.values)
-        patterns = np.asarray(memory.values) if mapped is None else mapped
         if in_blocks:
             found = answer_in_blocks(
                 memory.model, patterns, asked, observed, block=config.block or None
             )
         else:
             found = answer(memory, asked, observed, shards=config.shards)
+    with claimed(workdir, config, read):
+        written = _write(config, workdir, memory, patterns, queries, found)
+    print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
+    if queries is not None and found is not None:
         names = memory.names if mapped is None else range(len(mapped))
         rows = _rows(names, queries, found)
-        records.write_csv(workdir / "answers.csv", rows)
-        arrays: Any = {
-            "patterns": found.state,
-            "index": found.nearest,
-            "weights": found.weights,
-        }
-        records.write_whole(
-            workdir / "retrieved.npz",
-            lambda path: np.savez(path, allow_pickle=False, **arrays),
-        )
-        written += ["answers.csv", "retrieved.npz"]
-        if len(shape) == 3 and config.images:
-            path = workdir / "retrieved.png"
-            _picture(path, memory, patterns, queries, found, config.images)
-            written.append("retrieved.png")
         shown = [list(rows[0]), *([str(x) for x in r.values()] for r in rows[:10])]
         print(records.aligned(shown))
         if len(rows) > 10:
             print(f"... and {len(rows) - 10} more in answers.csv")
     spent = time.perf_counter() - began
     print(f"{spent:.1f} s; written to {workdir}: {', '.join(written) or 'nothing new'}")
+
+
+def _write(
+    config: ConfigDict,
+    workdir: Path,
+    memory: CalibratedMemory,
+    patterns: np.ndarray,
+    queries: data.Patterns | None,
+    found: Answers | None,
+) -> list[str]:
+    """Writes the files of a run; returns their names."""
+    written = []
+    if not config.memory:
+        write_file(workdir / "memory.npz", memory.save)
+        written.append("memory.npz")
+    if queries is None or found is None:
+        return written
+    names = range(len(patterns)) if config.mapped else memory.names
+    write_table(workdir / "answers.csv", _rows(names, queries, found))
+    arrays: Any = {
+        "patterns": found.state,
+        "index": found.nearest,
+        "weights": found.weights,
+    }
+    write_file(
+        workdir / "retrieved.npz",
+        lambda path: np.savez(path, allow_pickle=False, **arrays),
+    )
+    written += ["answers.csv", "retrieved.npz"]
+    drawn = len(memory.shape) == 3 and memory.shape[-1] in data.CHANNELS
+    if drawn and config.images:
+        path = workdir / "retrieved.png"
+        _picture(path, memory, patterns, names, queries, found, config.images)
+        written.append("retrieved.png")
+    return written
 
 
 def _patterns(config: ConfigDict) -> data.Patterns:
@@ -266,11 +323,7 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
         return None
     if queries is None:
         raise ValueError("observed belongs to queries, which are missing")
-    try:
-        with open(path, "rb") as file:
-            mask = np.lib.format.read_array(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        raise ValueError(f"observed: {path} is not a readable .npy file") from None
+    mask = mapped_array(path, "observed")
     if mask.dtype != bool:
         raise ValueError(f"observed must be boolean, {path} has dtype {mask.dtype}")
     try:
@@ -283,25 +336,6 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
             f"observed has shape {mask.shape}, queries {queries.values.shape}"
         ) from None
     return jnp.asarray(known)
-
-
-def _mapped(path: str, dimension: int) -> np.ndarray:
-    """Patterns in a file, one a row, of which nothing is read yet."""
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        raise ValueError(f"mapped: {path} is not a readable .npy file") from None
-    if array.dtype.kind != "f" or array.ndim < 2:
-        raise ValueError(
-            f"mapped must hold floating patterns (n, ...), {path} has dtype "
-            f"{array.dtype} and shape {array.shape}"
-        )
-    array = array.reshape(len(array), -1)
-    if array.shape[1] != dimension or len(array) < 2:
-        raise ValueError(
-            f"mapped has shape {array.shape}, patterns have dimension {dimension}"
-        )
-    return array
 
 
 def _rows(names: Sequence[Any], queries: data.Patterns, found: Answers) -> list[dict]:
@@ -333,15 +367,24 @@ def _picture(
     path: Path,
     memory: CalibratedMemory,
     patterns: np.ndarray,
+    names: Sequence[Any],
     queries: data.Patterns,
     found: Answers,
     number: int,
 ) -> None:
+    """Each query, what it retrieved and the memory nearest to it, with its weight."""
     number = min(number, len(queries.values))
+    nearest = np.asarray(found.nearest[:number])
     columns = {
         "query": queries.values[:number],
         "retrieved": np.asarray(found.state[:number]),
-        "stored": np.asarray(patterns[np.asarray(found.nearest[:number])]),
+        "stored": np.asarray(patterns[nearest]),
     }
     shaped = {name: x.reshape(-1, *memory.shape) for name, x in columns.items()}
-    figures.images(path, shaped, f"{memory.model.name}, one update")
+    captions = {
+        "query": queries.names[:number],
+        "retrieved": [f"weight {float(x):.3g}" for x in found.largest[:number]],
+        "stored": [names[index] for index in nearest],
+    }
+    title = f"{memory.model.name}, one update"
+    figures.images(path, shaped, title, captions=captions)

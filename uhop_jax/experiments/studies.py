@@ -79,6 +79,7 @@ def temperature_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             for b in np.argsort(betas[i]):
                 beta, error = float(betas[i, b]), float(errors[run, i, b])
                 rows.append(base | {"beta": beta, "error": error})
+    timed.done(len(runs))
     return rows
 
 
@@ -184,6 +185,7 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             | {"rate": rate * d, "beta": beta, "error": float(scores.error[0, 0])}
             | {"loss": float(loss[0, 0]), "delta_min": float(delta[0, 0])}
         )
+        timed.done(1)
     return rows
 
 
@@ -257,6 +259,7 @@ def metastability_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
                         | {"size": float(sizes[run, a, b])}
                         | {"error": float(errors[run, a, b])}
                     )
+    timed.done(len(runs))
     return rows
 
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 from ml_collections import ConfigDict
-from tqdm import tqdm
 
 from uhop_jax import data, records
-from uhop_jax._checks import check_choice, check_count
+from uhop_jax._checks import check_choice, check_count, check_seed
 from uhop_jax.calibration import Calibration, calibrate
+from uhop_jax.command_line import cost
 from uhop_jax.corruption import Corruption
 from uhop_jax.experiments import evaluation, figures
 from uhop_jax.experiments.corruptions import KINDS, corruption_of
@@ -36,6 +36,8 @@ from uhop_jax.experiments.methods import (
 )
 from uhop_jax.experiments.protocols import Protocol, check, protocol_of, resolve
 from uhop_jax.plotting import Panel
+from uhop_jax.progress import Progress
+from uhop_jax.workdir import claimed, fingerprint, read_table, write_table
 
 BYTES = 6e8  # that one block of memory sets may take
 # Streams of random numbers.
@@ -131,7 +133,9 @@ class Experiment(NamedTuple):
 
     Attributes:
       columns: of `results.csv`, with their types.
-      cell: `cell(study, cell, timed)` gives the records of a cell.
+      cell: `cell(study, cell, timed)` gives the records of a cell; `timed` calls a
+        function, measures it, and is told of memory sets that are done.
+      sets: `sets(study, cell)` is how many memory sets `cell` tells of.
       figure: panels of all records.
       report: text of all records.
       compare: whether methods saw the same queries, and are compared in pairs.
@@ -139,6 +143,7 @@ class Experiment(NamedTuple):
 
     columns: Mapping[str, type]
     cell: Callable[[Study, Cell, Any], list[dict]]
+    sets: Callable[[Study, Cell], int]
     figure: Callable[[Sequence[Mapping]], list[Panel]]
     report: Callable[[Sequence[Mapping]], str]
     compare: bool = True
@@ -175,28 +180,55 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     patterns = load_patterns(config)
     study = Study(config, patterns, protocol_of(config, patterns.values.shape[1]))
     _check(study, cells)
-    records.claim(config, workdir)
-    path, columns = workdir / "results.csv", experiment.columns
-    rows = records.read_rows(path, columns)
-    finished = {tuple(row[key] for key in records.CELL) for row in rows}
-    if not finished <= set(cells):
-        raise ValueError(f"{path} holds cells of another run; choose another --workdir")
-    seconds: dict[str, float] = {}
+    with claimed(workdir, config, patterns_read(config.data.name, patterns)):
+        _run(experiment, study, cells, workdir)
 
-    def timed(stage: str, function: Callable, *args: Any, **options: Any) -> Any:
+
+class Timed:
+    """Calls functions, measures them by stage, and shows how far a run is."""
+
+    def __init__(self, progress: Progress):
+        self.progress, self.seconds, self.title = progress, dict[str, float](), ""
+
+    def __call__(self, stage: str, function: Callable, *args: Any, **options: Any):
         began = time.perf_counter()
-        bar.set_postfix_str(f"{cell.title}: {stage}")
+        self.progress.note(f"{self.title}: {stage}")
         result = jax.block_until_ready(function(*args, **options))
-        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
         return result
 
-    with tqdm(total=len(cells), desc=config.variant, unit="cell", disable=None) as bar:
+    def done(self, sets: int) -> None:
+        """So many memory sets are done with."""
+        self.progress.advance(sets)
+
+
+def _run(
+    experiment: Experiment, study: Study, cells: Sequence[Cell], workdir: Path
+) -> None:
+    config, columns = study.config, experiment.columns
+    path = workdir / "results.csv"
+    rows = read_table(path, columns)
+    finished = {tuple(row[key] for key in records.CELL) for row in rows}
+    sets = {cell: experiment.sets(study, cell) for cell in cells}
+    before = sum(number for cell, number in sets.items() if cell in finished)
+    progress = Progress(config.variant, sum(sets.values()), "memory sets", done=before)
+    timed = Timed(progress)
+    shipped = cost("retrieval", config.variant)
+    print(
+        f"{config.variant}: {len(cells)} cells, {progress.total:,} memory sets, "
+        f"{before:,} of them done; cost as shipped, on 2 cores: {shipped}",
+        flush=True,
+    )
+    try:
         for cell in cells:
             if cell not in finished:
+                timed.title = cell.title
                 found = experiment.cell(study, cell, timed)
                 rows += [{name: row.get(name, "") for name in columns} for row in found]
-                records.write_csv(path, rows)
-            bar.update()
+                write_table(path, rows)
+    finally:
+        progress.close()
     written = ["config.json", "results.csv", "figure.png"]
     title = f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets"
     parts = experiment.figure(rows)
@@ -205,16 +237,21 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     figures.save(workdir / "figure.png", parts, drawn)
     if experiment.compare and any(row["method"] == BASELINE for row in rows):
         pairs = records.differences(rows, BASELINE)
-        records.write_csv(workdir / "differences.csv", pairs)
+        write_table(workdir / "differences.csv", pairs)
         written.append("differences.csv")
-    if experiment.compare and len(patterns.shape) == 3 and config.images:
+    if experiment.compare and len(study.patterns.shape) == 3 and config.images:
         _picture(study, cells[len(cells) // 2], rows, workdir / "retrieved.png")
         written.append("retrieved.png")
     print(f"{title}{spread}; {figures.ERROR}\n\n{experiment.report(rows)}\n")
     names = dict.fromkeys(row["method"] for row in rows)
     print("\n".join(f"{name:<26}{meaning(name)}" for name in names) + "\n")
-    print(", ".join(f"{stage} {spent:.1f} s" for stage, spent in seconds.items()))
+    print(", ".join(f"{stage} {spent:.1f} s" for stage, spent in timed.seconds.items()))
     print(f"written to {workdir}: {', '.join(written)}")
+
+
+def patterns_read(name: str, patterns: Any) -> dict[str, Any]:
+    """What a run that reads some patterns is bound to."""
+    return {name: fingerprint(np.asarray(patterns.values), patterns.names)}
 
 
 def load_patterns(config: ConfigDict) -> data.Patterns:
@@ -250,6 +287,7 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             entries = timed("Stage I", study.entries, cell, TUNING, queries, block)
             parts.append(timed("choice", evaluation.overlaps, entries, queries))
             memories.append(queries.memories)
+            timed.done(len(block))
         found = jnp.concatenate(parts), jnp.concatenate(memories)
         errors, betas = timed("choice", evaluation.errors_by_beta, entries, *found)
         chosen = evaluation.best_entries(
@@ -289,8 +327,11 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
                 for j, run in enumerate(block):
                     about = base_row(study, cell, LIMIT, "", run)
                     rows.append(about | _numbers(limit, j, 0))
-        for j, run in enumerate(block if _wanted(config, CALIBRATED) else ()):
-            rows.append(timed("calibration", _calibrated, study, cell, queries, j, run))
+        for j, run in enumerate(block):
+            if _wanted(config, CALIBRATED):
+                row = timed("calibration", _calibrated, study, cell, queries, j, run)
+                rows.append(row)
+            timed.done(1)
     # Models in the order of the protocol, each run by run, whatever the blocks were.
     names = [(e.method.name, e.setting) for e in entries]
     order = {name: number for number, name in enumerate(names)}
@@ -391,7 +432,9 @@ def _block_size(study: Study, cell: Cell) -> int:
         numbers += variants.get(family, 1) * (d * d if dense else 2 * M * d)
     numbers += M * M * sum(variants.get(m.family, 1) for m in methods)
     most = max(BYTES // (4 * numbers), 1)
-    sizes = [n for n in range(1, study.config.runs + 1) if study.config.runs % n == 0]
+    runs = study.config.runs
+    small = [n for n in range(1, math.isqrt(runs) + 1) if runs % n == 0]
+    sizes = sorted({*small, *(runs // n for n in small)})
     enough = [n for n in sizes if n >= _tuning_sets(study.config, cell)]
     return max(n for n in sizes if n <= min([most, *enough[:1]]))
 
@@ -402,6 +445,20 @@ def _blocks(sets: int, size: int) -> Iterator[range]:
         yield range(first, first + size)
 
 
+def sets_of_retrieval(study: Study, cell: Cell) -> int:
+    """Memory sets of a cell, with those that beta is chosen on."""
+    size, number = _block_size(study, cell), 0
+    if study.protocol.beta is None:
+        number = sum(map(len, _blocks(_tuning_sets(study.config, cell), size)))
+    return number + study.config.runs
+
+
+def sets_scored(study: Study, cell: Cell) -> int:
+    """Memory sets of a cell that are scored."""
+    del cell
+    return study.config.runs
+
+
 def _tuning_sets(config: ConfigDict, cell: Cell) -> int:
     """Memory sets that hold enough queries, three at least."""
     return max(3, -(-config.tuning_queries // cell.memories))
@@ -409,10 +466,11 @@ def _tuning_sets(config: ConfigDict, cell: Cell) -> int:
 
 def _check(study: Study, cells: Sequence[Cell]) -> None:
     config, available = study.config, len(study.patterns.values)
+    check_seed("seed", config.seed)
     check_count("runs", config.runs, 1)
     check_count("tuning_queries", config.tuning_queries, 1)
     check_count("calibration_queries", config.calibration_queries, 1)
-    check_count("images", config.images, 0)
+    check_count("images", config.images, 0, figures.MOST_IMAGES)
     if not cells:
         raise ValueError("memories and corruption.levels must name at least one cell")
     for cell in cells:

@@ -15,6 +15,7 @@ from uhop_jax._checks import (
     as_floating,
     is_traced,
 )
+from uhop_jax._files import mapped_array
 from uhop_jax.streaming._device import Stored, fold_tiles
 from uhop_jax.streaming._passes import (
     GROUPS,
@@ -40,7 +41,12 @@ class _Pieces:
     def __init__(self, source: Any, name: str):
         self.name, self.count = name, None
         if isinstance(source, str | Path):
-            source = _mapped(source, name)
+            source = mapped_array(source, name)
+        if isinstance(source, Iterator):
+            raise ValueError(
+                f"{name} is a {type(source).__name__}, which can be read but once: "
+                "pass a function that returns a new one at every call"
+            )
         if callable(source):
             self.array, self.factory, self.opened = None, source, None
             pieces = self._open()
@@ -51,14 +57,13 @@ class _Pieces:
         else:
             first = self.array = np.asarray(source)
             self.count = len(first) if first.ndim else 0
+        _check_real(first, name)
         if first.ndim != 2 or not first.size:
             raise ValueError(
                 f"{name} must have shape (n, d), one pattern per row and at least one, "
                 f"got {first.shape}"
             )
-        if first.dtype.kind not in "biuf" and first.dtype != jnp.bfloat16:
-            raise ValueError(f"{name} must be real numbers, got dtype {first.dtype}")
-        self.sample = as_floating(np.zeros_like(first[:1]), name)
+        self.sample = as_floating(_native(np.zeros_like(first[:1])), name)
 
     def _open(self) -> Iterator[np.ndarray]:
         """A new pass over the iterator."""
@@ -72,7 +77,8 @@ class _Pieces:
         return map(self._piece, pieces)
 
     def _piece(self, piece: Any) -> np.ndarray:
-        piece = np.asarray(piece)
+        piece = _native(piece)
+        _check_real(piece, self.name)
         if piece.ndim != 2:
             raise ValueError(
                 f"{self.name}: blocks must have shape (n, d), got {piece.shape}"
@@ -89,13 +95,18 @@ class _Pieces:
         """Blocks of `size` rows, the last one padded, and how many of them count."""
         if self.array is not None:
             for start in range(0, len(self.array), size):
-                yield _padded(np.asarray(self.array[start : start + size]), size)
+                yield _padded(_native(self.array[start : start + size]), size)
             return
         pieces = self._open() if self.begun is None else self.begun
         self.begun = None
         waiting: list[np.ndarray] = []
         held = rows = 0
         for piece in pieces:
+            if piece.shape[1] != self.sample.shape[-1]:
+                raise ValueError(
+                    f"{self.name}: blocks must have one width, the first has "
+                    f"{self.sample.shape[-1]}, one that follows {piece.shape[1]}"
+                )
             rows += len(piece)
             while len(piece):
                 part, piece = piece[: size - held], piece[size - held :]
@@ -116,7 +127,7 @@ class _Pieces:
     def take(self, index: np.ndarray, size: int) -> np.ndarray:
         """Rows by number."""
         if self.array is not None:
-            return np.asarray(self.array[index])
+            return _native(self.array[index])
         found = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
         start = 0
         for block, count in self.blocks(size):
@@ -126,18 +137,26 @@ class _Pieces:
         return found
 
 
+def _check_real(block: np.ndarray, name: str) -> None:
+    dtype = block.dtype
+    real = dtype.kind in "biuf" and dtype.itemsize <= 8
+    if not real and dtype != jnp.bfloat16:
+        raise ValueError(
+            f"{name} must be real numbers of at most 64 bits, got dtype {dtype}"
+        )
+
+
+def _native(block: Any) -> np.ndarray:
+    """An array in the byte order of the machine."""
+    block = np.asarray(block)
+    return block.astype(block.dtype.newbyteorder("="), copy=False)
+
+
 def _padded(block: np.ndarray, size: int) -> tuple[np.ndarray, int]:
     count = len(block)
     if count < size:
         block = np.pad(block, ((0, size - count), (0, 0)))
     return block, count
-
-
-def _mapped(path: str | Path, name: str) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        raise ValueError(f"{name}: {path} is not a readable .npy file") from None
 
 
 class Read(NamedTuple):

@@ -2,6 +2,8 @@
 
 import abc
 import functools
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from uhop_jax import plotting
-from uhop_jax._checks import check_count, check_positive
+from uhop_jax._checks import check_count, check_positive, check_seed
 from uhop_jax.training.arms import arm_of
 from uhop_jax.training.run import Goal
 from uhop_jax.training.steps import (
@@ -24,8 +26,8 @@ from uhop_jax.training.steps import (
 )
 
 Rows = list[dict[str, Any]]
-# One model of a study: a named tuple with an `arm` and a `title`, which also names its
-# directory; its fields are columns of the results.
+# One model of a study: a named tuple with an `arm` and a `title`; its fields tell it
+# from the others, and are columns of the results.
 Cell = Any
 
 
@@ -55,7 +57,7 @@ class Application(abc.ABC):
         if not config.seeds:
             raise ValueError("seeds must name at least one seed")
         for seed in config.seeds:
-            check_count("seeds", seed, 0)
+            check_seed("seeds", seed)
         for arm in config.arms:
             arm_of(arm)
         check_count("train.epochs", config.train.epochs, 1)
@@ -80,17 +82,21 @@ class Application(abc.ABC):
     def check(self) -> None:
         """Speaks up about data and models before anything is trained or written."""
         for cell in self.cells():
-            self.task(cell)
+            self.trainer(cell)
+
+    def run_of(self, cell: Cell) -> Cell:
+        """The cell whose run a cell judges: itself, or one before it."""
+        return cell
 
     def directory(self, cell: Cell) -> Path:
-        """Of the run of a cell: `workdir` itself, or within it if there are several.
-
-        A cell with the directory of one before it is not trained, but judges its run
-        once more.
-        """
+        """Of the run of a cell: `workdir` itself, or within it if there are several."""
         if len(self.cells()) == 1:
             return self.workdir
-        return self.workdir / slug(cell.title)
+        return self.workdir / directory_name(cell)
+
+    @abc.abstractmethod
+    def read(self, cell: Cell) -> dict[str, Any]:
+        """What the run of a cell reads, by name, see `uhop_jax.workdir.check`."""
 
     def seeds(self, cell: Cell) -> tuple[int, ...]:
         """What is trained side by side in a cell."""
@@ -145,9 +151,15 @@ class Application(abc.ABC):
         return []
 
 
-def slug(title: str) -> str:
-    """A name of a directory."""
-    return re.sub(r"[^a-z0-9]+", "_", title.lower().replace("+", "with")).strip("_")
+def directory_name(cell: Cell) -> str:
+    """A name for the directory of a cell, which no other cell has.
+
+    Its end is a fingerprint of the fields; the title before it is for people.
+    """
+    text = json.dumps(cell._asdict(), sort_keys=True)
+    mark = hashlib.sha256(text.encode()).hexdigest()[:8]
+    title = re.sub(r"[^a-z0-9]+", "_", cell.title.lower().replace("+", "with"))
+    return f"{title.strip('_')[:100]}_{mark}"
 
 
 def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:

@@ -15,7 +15,13 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from uhop_jax import data, paper, plotting, records
-from uhop_jax._checks import check_choice, check_count, check_named, check_positive
+from uhop_jax._checks import (
+    check_choice,
+    check_count,
+    check_distinct,
+    check_named,
+    check_positive,
+)
 from uhop_jax.data.dates import date_text
 from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import STanHop, TuneAndPlay, baselines
@@ -23,7 +29,7 @@ from uhop_jax.training import forecasts
 from uhop_jax.training.application import (
     Application,
     Rows,
-    slug,
+    directory_name,
     with_matched_size,
 )
 from uhop_jax.training.arms import arm_of, separation_options
@@ -36,6 +42,7 @@ from uhop_jax.training.steps import (
     Trainer,
     TrainState,
 )
+from uhop_jax.workdir import fingerprint, read_table, write_table
 
 LOSSES = ("mae", "mse")
 # Epochs after which the learning rate is halved.
@@ -119,7 +126,7 @@ class Forecasting(Application):
 
     @property
     def title(self) -> str:
-        names = ", ".join(Path(name).name for name in self._names())
+        names = ", ".join(forecasts.labels(self._names()).values())
         windows = ", ".join(map(str, self.config.window))
         return f"{names}, window {windows}"
 
@@ -135,6 +142,7 @@ class Forecasting(Application):
                 "data.name must name a data set or a csv file, as in "
                 f"--config.data.name=FILE.csv, got {config.data.name!r}"
             )
+        check_distinct("data.name", self._names())
         check_named(horizon=config.horizon, window=config.window, arms=config.arms)
         for place, seed, arm in itertools.product(
             self._places(), config.seeds, config.arms
@@ -160,15 +168,26 @@ class Forecasting(Application):
                 self._bank(cell)
         first = self.cells()[0]
         for arm in self.config.arms:
-            self.task(first._replace(arm=arm))
+            self.trainer(first._replace(arm=arm))
+
+    def run_of(self, cell: Any) -> Any:
+        return _backbone(cell) if cell.memory == "plug" else cell
 
     def directory(self, cell: Any) -> Path:
-        """That of the model; a memory that is tuned is a run within it."""
+        """Of the model; a memory that is tuned is a run within the model's."""
         several = len([one for one in self.cells() if not one.memory]) > 1
         place = self.workdir
         if several:
-            place = place / slug(_backbone(cell).title)
+            place = place / directory_name(_backbone(cell))
         return place / "tuned_memory" if cell.memory == "tune" else place
+
+    def read(self, cell: Any) -> dict[str, Any]:
+        series, splits = self._loaded(*cell[:3])
+        scaler = {name: x.tolist() for name, x in splits.scaler._asdict().items()}
+        return {
+            cell.data: fingerprint(series.values, series.dates, series.names),
+            f"scaler of {cell.data}": scaler,
+        }
 
     def seeds(self, cell: Any) -> tuple[int, ...]:
         return (cell.seed,)
@@ -317,8 +336,11 @@ class Forecasting(Application):
     ) -> dict[str, Any]:
         """Errors of the best checkpoint on the test split, kept in `test.csv`."""
         path = _file(directory, cell, "test.csv")
-        for row in records.read_rows(path, {"step": int, "bank": int, **ERRORS}):
-            if (row["step"], row["bank"]) == (best["step"], cell.bank):
+        predictions = _file(directory, cell, "predictions.csv")
+        picture = _file(directory, cell, "forecasts.png")
+        for row in read_table(path, {"step": int, "bank": int, **ERRORS}):
+            same = (row["step"], row["bank"]) == (best["step"], cell.bank)
+            if same and predictions.exists() and picture.exists():
                 return row
         step, state = best_state(trainer, self.goal(), directory)
         judge = Data(trainer)
@@ -335,13 +357,11 @@ class Forecasting(Application):
         windows = [rows[i : i + cell.window] for i in places]
         windows.append(splits.scaler.scaled(series.values[-cell.window :]))
         *shown, ahead = self._forecasts(cell, trainer, state, windows)
-        predictions = _file(directory, cell, "predictions.csv")
         forecasts.export(predictions, series, ahead)
         starts = (splits.test.start + places + cell.window).tolist()
-        picture = _file(directory, cell, "forecasts.png")
         forecasts.draw(picture, cell.title, series, starts, shown, cell.window)
         if jax.process_index() == 0:
-            records.write_csv(path, [row])
+            write_table(path, [row])
         return row
 
     def report(self, rows: Rows) -> str:
@@ -352,8 +372,7 @@ class Forecasting(Application):
     ) -> Mapping[str, Sequence[plotting.Panel]]:
         """Errors against window or horizon if there are several, else curves."""
         config, parts = self.config, []
-        for name in self._names():
-            title = Path(name).name
+        for name, title in forecasts.labels(self._names()).items():
             ours = [row for row in rows if row["data"] == name]
             if len(config.window) > 1:
                 for horizon in config.horizon:

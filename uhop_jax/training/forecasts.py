@@ -9,6 +9,7 @@ import numpy as np
 from uhop_jax import data, plotting, records
 from uhop_jax.data.dates import date_text, duration_text
 from uhop_jax.training.application import Rows
+from uhop_jax.workdir import write_file, write_table
 
 METRICS = ("mse", "mae")
 COLUMNS = 3  # of a figure of forecasts: series, and windows of each
@@ -24,11 +25,11 @@ def table(rows: Rows) -> str:
     lines[0] += ["parameters", "seeds", "MSE", "MAE", "paper's MSE", "MAE"]
     order = list(dict.fromkeys((r["data"], r["horizon"]) for r in rows))
     rows = sorted(rows, key=lambda r: order.index((r["data"], r["horizon"])))
-    group = ("data", "horizon", "arm")
+    group, label = ("data", "horizon", "arm"), labels([row["data"] for row in rows])
     for (name, horizon, arm), ours in records.grouped(rows, group).items():
         best = records.of_least(ours, "window", "validation_loss")
         for (window,), lot in records.grouped(ours, ("window",)).items():
-            names = [Path(name).name, str(horizon), str(window), arm]
+            names = [label[name], str(horizon), str(window), arm]
             if several:
                 names[-1] += " *" * (lot[0] in best)
             else:
@@ -42,6 +43,16 @@ def table(rows: Rows) -> str:
             lines.append(line)
     text = records.aligned(lines)
     return text + "\n* the window of least validation loss" * several
+
+
+def labels(names: Sequence[str]) -> dict[str, str]:
+    """A short label of each data set: its file's name, if no other file has it."""
+    distinct = list(dict.fromkeys(names))
+    files = [Path(name).name for name in distinct]
+    return {
+        name: file if files.count(file) == 1 else name
+        for name, file in zip(distinct, files, strict=True)
+    }
 
 
 def errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
@@ -72,7 +83,7 @@ def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
         for date, values in zip(dates, ahead, strict=True)
     ]
     if jax.process_index() == 0:
-        records.write_csv(path, rows)
+        write_table(path, rows)
 
 
 def draw(
@@ -108,7 +119,10 @@ def draw(
             name = series.names[column]
             parts.append(plotting.Panel(panel_title, curves, steps, name))
     if jax.process_index() == 0:
-        plotting.panels(path, parts, title=title, columns=COLUMNS)
+        write_file(
+            path,
+            lambda file: plotting.panels(file, parts, title=title, columns=COLUMNS),
+        )
 
 
 def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:

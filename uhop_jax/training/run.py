@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from uhop_jax import plotting, records
 from uhop_jax._checks import check_count
+from uhop_jax.progress import Progress
 from uhop_jax.training.checkpoints import Checkpoints
 from uhop_jax.training.steps import SEPARATIONS, Split, Trainer, TrainState
+from uhop_jax.workdir import AGAIN, read_table, write_file, write_table
 
 CHUNK_SECONDS = 1.0  # of work between two looks at the clock
 STREAM_BYTES = 256e6  # of examples that are streamed at once
@@ -27,7 +28,7 @@ class Options(NamedTuple):
     Attributes:
       on_device: keep the whole data set in device memory; otherwise it is streamed.
       checkpoint_seconds: between two checkpoints within an epoch.
-      progress: show a bar.
+      progress: show how far it is.
     """
 
     on_device: bool = True
@@ -41,7 +42,7 @@ class Goal(NamedTuple):
     Attributes:
       epochs: at most.
       metric: such as `accuracy`, of the validation split; of the test split, if there
-        is no other.
+        is no other (then it decides on patience alone, see `judged_epoch`).
       least: whether less of it is better.
       patience: epochs without a better one after which the run ends; None never.
       test_train: also judge the train split after each epoch, without dropout.
@@ -85,32 +86,32 @@ def train(
 
     Raises:
       ValueError: if `workdir` holds another run, or a checkpoint of another model.
+      OSError: if a checkpoint cannot be read or written.
       FloatingPointError: if the loss is no longer finite; checkpoints stay.
     """
     check_count("epochs", goal.epochs, 1)
     chief = jax.process_index() == 0
     path = workdir / "metrics.csv"
-    rows = records.read_rows(path, columns(trainer, goal))
+    rows = read_table(path, columns(trainer, goal))
     metric = f"{trainer.task.judge}_{goal.metric}"
-    checkpoints = Checkpoints(workdir / "checkpoints", metric=metric, least=goal.least)
+    checkpoints = Checkpoints(workdir / "checkpoints")
     state = trainer.init()
-    found = checkpoints.latest(state)
-    step = 0
-    if found is not None:
-        step, state = found
+    step = checkpoints.latest() or 0
+    if step:
+        state = checkpoints.restore(step, state)
     rows = [row for row in rows if row["step"] <= step]
     phases = _phases(trainer, goal)
+    _check_whole(path, rows, phases, trainer.seeds, step)
     total = sum(phase.epochs * phase.steps for phase in phases)
     data = Data(trainer, on_device=options.on_device)
     saved = time.monotonic()
-    board = _board(workdir / "tensorboard", step) if chief else None
-    bar = tqdm(
-        total=total * trainer.batch_size,
-        initial=step * trainer.batch_size,
-        unit="example",
-        unit_scale=True,
-        desc=workdir.name,
-        disable=None if options.progress and chief else True,  # None: a terminal only
+    board = Board(workdir / "tensorboard")
+    progress = Progress(
+        workdir.name,
+        total * trainer.batch_size,
+        "examples",
+        done=step * trainer.batch_size,
+        show=options.progress and chief,
     )
     try:
         with _signals() as stopped:
@@ -119,58 +120,82 @@ def train(
                     break
                 for done, new_state in data.run(state, phase, epoch, offset):
                     state, step = new_state, begun + done
-                    bar.update(step * trainer.batch_size - bar.n)
+                    progress.advance(step * trainer.batch_size - progress.done)
                     _check_finite(state, phase, epoch, checkpoints)
                     late = time.monotonic() - saved > options.checkpoint_seconds
                     if done < phase.steps and (late or stopped):
-                        checkpoints.save(step, state, None)
+                        checkpoints.save(step, state, judged_step(trainer, goal, rows))
                         saved = time.monotonic()
                         if stopped:
                             raise KeyboardInterrupt
                 new = _records(data, goal, state, phase, epoch, step)
                 rows += new
                 if chief:
-                    records.write_csv(path, rows)
-                    _log(board, new)
+                    write_table(path, rows)
+                    board.log(new)
                 state = state._replace(sums=trainer.place(trainer.no_sums()))
-                means = _means(new) if phase.name == "task" else None
-                checkpoints.save(step, state, means)
+                checkpoints.save(step, state, judged_step(trainer, goal, rows))
                 saved = time.monotonic()
-                if means:
-                    text = f"epoch {epoch + 1}, {metric} {means[metric]:.4g}"
-                    bar.set_postfix_str(text)
+                if phase.name == "task":
+                    value = _means(new)[metric]
+                    progress.note(f"epoch {epoch + 1}, {metric} {value:.4g}")
                 if stopped:
                     raise KeyboardInterrupt
     finally:
-        bar.close()
+        progress.close()
+        board.close()
         checkpoints.close()
-        if board is not None:
-            board.close()
     if chief:
         _curves(workdir / "curves.png", rows, trainer, goal)
     return rows
 
 
 def best_state(trainer: Trainer, goal: Goal, workdir: Path) -> tuple[int, TrainState]:
-    """Step and state of the best checkpoint of a run.
+    """Step and state of the checkpoint that a run is judged by, see `judged_epoch`.
 
     Raises:
       ValueError: if there is none that can be read.
     """
     directory = workdir / "checkpoints"
-    if not directory.is_dir():
+    rows = read_table(workdir / "metrics.csv", columns(trainer, goal))
+    if not rows or not directory.is_dir():
         raise ValueError(f"there is no checkpoint in {directory}; train first")
     like = jax.eval_shape(trainer.init)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=trainer.replicated),
         like,
     )
-    metric = f"{trainer.task.judge}_{goal.metric}"
-    checkpoints = Checkpoints(directory, metric=metric, least=goal.least)
+    checkpoints = Checkpoints(directory, read_only=True)
     try:
-        return checkpoints.best(like)
+        last = checkpoints.latest() or 0
+        rows = [row for row in rows if row["step"] <= last]
+        step = judged_step(trainer, goal, rows)
+        if step is None:
+            raise ValueError(f"no epoch in {workdir} is finished; train first")
+        return step, checkpoints.restore(step, like)
     finally:
         checkpoints.close()
+
+
+def judged_epoch(
+    trainer: Trainer, goal: Goal, rows: Sequence[Mapping[str, Any]]
+) -> int:
+    """Number of the epoch whose checkpoint a run is judged by, from 1; 0 if none is.
+
+    The best epoch by the validation split; the last one where there is no such split,
+    since none is chosen by what it is tested on.
+    """
+    if trainer.task.validation is None:
+        return max((r["epoch"] for r in rows if r["phase"] == "task"), default=0)
+    return best_epoch(rows, f"{trainer.task.judge}_{goal.metric}", goal.least)
+
+
+def judged_step(
+    trainer: Trainer, goal: Goal, rows: Sequence[Mapping[str, Any]]
+) -> int | None:
+    """The step at the end of `judged_epoch`; None if there is none."""
+    key = ("task", judged_epoch(trainer, goal, rows))
+    return next((r["step"] for r in rows if (r["phase"], r["epoch"]) == key), None)
 
 
 class Phase(NamedTuple):
@@ -318,6 +343,31 @@ def _epochs(
             begun += phase.steps
 
 
+def _check_whole(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    phases: Sequence[Phase],
+    seeds: Sequence[int],
+    step: int,
+) -> None:
+    """Refuses metrics that lack an epoch which a checkpoint has behind it."""
+    ended, wanted = 0, []
+    for phase in phases:
+        for epoch in range(1, phase.epochs + 1):
+            ended += phase.steps
+            if ended > step:
+                break
+            wanted += [(phase.name, epoch, ended, seed) for seed in seeds]
+    keys = ("phase", "epoch", "step", "seed")
+    found = {tuple(row[key] for key in keys) for row in rows}
+    if missing := [key for key in wanted if key not in found]:
+        name, epoch, _, seed = missing[0]
+        raise ValueError(
+            f"{path} lacks epoch {epoch} of phase {name}, seed {seed}, which "
+            f"checkpoint {step} has behind it; {AGAIN}"
+        )
+
+
 def _records(
     data: Data,
     goal: Goal,
@@ -420,18 +470,38 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(one, handler)
 
 
-def _board(directory: Path, step: int) -> Any:
-    from tensorboardX import SummaryWriter
+class Board:
+    """TensorBoard events of a run, made with the first of them.
 
-    return SummaryWriter(str(directory), purge_step=step)
+    They are written at once, by no thread, so that errors reach the run.
+    """
 
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._writer: Any = None
 
-def _log(board: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, float) and math.isfinite(value):
-                board.add_scalar(f"{name}/seed {row['seed']}", value, row["step"])
-    board.flush()
+    def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the numbers of an epoch."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        if self._writer is None:
+            self.directory.mkdir(exist_ok=True)
+            self._writer = EventsWriter(str(self.directory / "events"))
+        for row in rows:
+            for name, value in row.items():
+                if isinstance(value, float) and math.isfinite(value):
+                    summary = scalar(f"{name}/seed {row['seed']}", value)
+                    now = time.time()
+                    event = Event(wall_time=now, step=row["step"], summary=summary)
+                    self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _curves(
@@ -463,6 +533,5 @@ def _curves(
             title = "separation loss" + (", Stage I" if phase[0] != "task" else "")
             parts.append(plotting.Panel(title, curves, "epoch", "separation loss"))
     seeds = len({row["seed"] for row in rows})
-    plotting.panels(
-        path, parts, title=f"{seeds} seeds (mean ± standard deviation)" * (seeds > 1)
-    )
+    title = f"{seeds} seeds (mean ± standard deviation)" * (seeds > 1)
+    write_file(path, lambda partial: plotting.panels(partial, parts, title=title))

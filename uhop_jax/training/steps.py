@@ -6,6 +6,7 @@ state, so that a run continued from any step is the run that was never interrupt
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -142,6 +143,20 @@ def number_of_parameters(model: nnx.Module) -> int:
     return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
+def _check_memory(parameters: int, seeds: int, device: Any) -> None:
+    """Refuses a state that memory cannot hold: parameters and moments in float32."""
+    needed = 3 * 4 * parameters * seeds
+    there = (device.memory_stats() or {}).get("bytes_limit")
+    if there is None and hasattr(os, "sysconf"):  # a CPU, not under Windows
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if there is not None and needed > there:
+        raise ValueError(
+            f"there is not enough memory for sizes of this config: a model of "
+            f"{parameters:,} parameters takes {needed / 1e9:.0f} GB to train for "
+            f"{seeds} seeds, the device has {there / 1e9:.0f}; make model.size smaller"
+        )
+
+
 class Trainer:
     """The compiled functions of a run.
 
@@ -198,6 +213,7 @@ class Trainer:
         self.graphdef: Any = graphdef
         self.has_kernels = bool(jax.tree.leaves(kernels))
         self.parameters = number_of_parameters(model)
+        _check_memory(self.parameters, len(self.seeds), devices[0])
         if stage_one.schedule != "none" and not self.has_kernels:
             raise ValueError(
                 f"stage_one.schedule {stage_one.schedule!r} needs a model with kernels"

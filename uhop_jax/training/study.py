@@ -1,7 +1,9 @@
 """A study from its config: one run, or many, and their files."""
 
+import contextlib
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import jax
 from ml_collections import ConfigDict
 
 from uhop_jax import plotting, records
-from uhop_jax._checks import check_choice
-from uhop_jax.command_line import start_distributed
+from uhop_jax import workdir as workdirs
+from uhop_jax._files import user_path
+from uhop_jax.command_line import check_config, cost, start_distributed
 from uhop_jax.training.application import Application, Cell, Rows
 from uhop_jax.training.forecasting import Forecasting
 from uhop_jax.training.run import Data, Options, best_state, train
@@ -20,6 +23,8 @@ APPLICATIONS: dict[str, type[Application]] = {
     "vision": Vision,
     "forecasting": Forecasting,
 }
+# Files of `configs/` that say what is trained, by task.
+CONFIGS = {"vision": "vision", "forecasting": "time_series"}
 
 
 def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
@@ -31,13 +36,19 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
     all of them; `figure.png` if there are several, and `curves.png` if images are
     classified and their number varies.
 
+    With `config.eval_only` or `config.predict` the checkpoint of each run is applied
+    instead: the best by the validation split, and the last where there is none, which
+    the table shows.
+
     Raises:
-      ValueError: if the config cannot be run, or `workdir` holds another run.
+      ValueError: if the config cannot be run, or `workdir` holds another run, a run on
+        other data, or files of something else.
+      OSError: if a file cannot be read or written.
       FloatingPointError: if a loss is no longer finite.
     """
+    check_config(config, *CONFIGS.values())
     if config.distributed:
         start_distributed()
-    check_choice("task", config.task, APPLICATIONS)
     study = APPLICATIONS[config.task](config, workdir)
     cells = study.cells()
     if config.predict or config.eval_only:
@@ -45,44 +56,66 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
             print(_judged(study, cell))
         return
     study.check()
-    if workdir not in map(study.directory, cells):
-        records.claim(_fixed(study), workdir)
-    rows = study.untrained()
+    places = list(map(study.directory, cells))
+    for cell, directory in zip(cells, places, strict=True):
+        workdirs.check(directory, *_bound(study, cell))
+    with contextlib.ExitStack() as held:
+        if workdir not in places:
+            held.enter_context(workdirs.claimed(workdir, _fixed(study), {}))
+        _train_cells(study, cells, held)
+
+
+def _train_cells(
+    study: Application, cells: Sequence[Cell], held: contextlib.ExitStack
+) -> None:
+    """Trains and judges every cell; holds the directories of all runs to the end."""
+    config, workdir, rows = study.config, study.workdir, study.untrained()
     histories: dict[Any, Rows] = {}
-    runs: dict[Path, Rows] = {}
     chief = jax.process_index() == 0
+    if chief:
+        runs, shipped = len(set(map(study.run_of, cells))), ""
+        if text := cost(CONFIGS[config.task], config.variant):
+            shipped = f"; cost of {config.variant} as shipped, on 2 cores: {text}"
+        print(f"{runs} runs of up to {config.train.epochs} epochs{shipped}", flush=True)
     for cell in cells:
         began = time.monotonic()
-        trainer, directory = study.trainer(cell), study.directory(cell)
-        if directory not in runs:
-            records.claim(_fixed(study, cell), directory)
-            runs[directory] = train(
+        run, directory = study.run_of(cell), study.directory(cell)
+        trainer = study.trainer(cell)
+        if run not in histories:
+            held.enter_context(workdirs.claimed(directory, *_bound(study, run)))
+            histories[run] = train(
                 trainer, study.goal(), directory, options=_options(config)
             )
-        histories[cell] = runs[directory]
+        histories[cell] = histories[run]
         rows += study.summary(cell, trainer, histories[cell], directory)
         if chief:
-            records.write_csv(workdir / "results.csv", rows)
+            workdirs.write_table(workdir / "results.csv", rows)
             print(f"{cell.title}: {time.monotonic() - began:.0f} s", flush=True)
     if chief:
         if len(cells) > 1:
             spread = " (mean ± standard deviation)" * (len(config.seeds) > 1)
             for name, parts in study.figures(histories, rows).items():
-                title = study.title + spread
-                plotting.panels(workdir / name, parts, title=title, columns=2)
+                draw = functools.partial(
+                    plotting.panels, parts=parts, title=study.title + spread, columns=2
+                )
+                workdirs.write_file(workdir / name, draw)
         print(f"\n{study.title}\n\n{study.report(rows)}\n")
         print(f"written to {workdir}: {', '.join(_files(workdir))}")
 
 
 def _judged(study: Application, cell: Cell) -> str:
-    """What the best checkpoint of a run says of `config.predict`, or scores."""
+    """What the checkpoint of a run says of `config.predict`, or scores."""
     given, directory = study.config.predict, study.directory(cell)
-    if given and not Path(given).exists():
+    if given and not user_path(given).exists():
         raise ValueError(f"predict: no such file or folder: {given}")
+    bound = _bound(study, cell)
+    workdirs.check(directory, *bound)
     trainer = study.trainer(cell)
     step, state = best_state(trainer, study.goal(), directory)
     if study.config.predict:
-        return f"checkpoint {step}: {study.predict(cell, trainer, state, directory)}"
+        with workdirs.claimed(directory, *bound):
+            said = study.predict(cell, trainer, state, directory)
+        return f"checkpoint {step}: {said}"
     found = Data(trainer, on_device=_options(study.config).on_device).evaluate(
         state, "test"
     )
@@ -90,7 +123,15 @@ def _judged(study: Application, cell: Cell) -> str:
         f"{name} {records.mean_and_spread(list(values))}"
         for name, values in found.items()
     )
-    return f"{cell.title}, step {step}, {trainer.task.test.size} test examples: {text}"
+    chosen = "best by validation" if trainer.task.validation else "last epoch"
+    number = f"{trainer.task.test.size} test examples"
+    return f"{cell.title}, step {step} ({chosen}), {number}: {text}"
+
+
+def _bound(study: Application, cell: Cell) -> tuple[ConfigDict, dict[str, Any]]:
+    """Config and data that the directory of a cell is bound to."""
+    run = study.run_of(cell)
+    return _fixed(study, run), study.read(run)
 
 
 def _options(config: ConfigDict) -> Options:

@@ -17,8 +17,9 @@ from ml_collections import ConfigDict
 
 from uhop_jax import data, plotting, records
 from uhop_jax._checks import check_choice, check_count, check_named
+from uhop_jax._files import shown_name, user_path
 from uhop_jax.data import Images
-from uhop_jax.data.pictures import picture_files, read_pictures
+from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import ViH, VisionHopfield
 from uhop_jax.training.application import (
@@ -36,6 +37,7 @@ from uhop_jax.training.steps import (
     Trainer,
     TrainState,
 )
+from uhop_jax.workdir import fingerprint, write_table
 
 MODELS = ("vih", "transformer")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -90,6 +92,20 @@ class Vision(Application):
         if options.test_limit:
             found["test"] = data.subset(found["test"], options.test_limit)
         return found
+
+    def read(self, cell: Any) -> dict[str, Any]:
+        del cell
+        return self._read
+
+    @functools.cached_property
+    def _read(self) -> dict[str, Any]:
+        name = self.config.data.name
+        return {
+            f"{name}, {split} split": fingerprint(
+                images.raw, images.labels, images.classes
+            )
+            for split, images in self.images.items()
+        }
 
     @property
     def title(self) -> str:
@@ -219,8 +235,10 @@ class Vision(Application):
     ) -> str:
         """Writes `predictions.csv`: class and probability of each image."""
         del cell
-        path, train = Path(self.config.predict), self.images["train"]
-        files = picture_files(path) if path.is_dir() else [path]
+        path, train = user_path(self.config.predict), self.images["train"]
+        [files] = picture_files([path]) if path.is_dir() else [[path]]
+        if not files:
+            raise ValueError(f"predict: {path} holds no images ({', '.join(ENDINGS)})")
         pictures, shape = read_pictures(files), train.raw.shape[1:]
         if pictures.shape[1:] != shape:
             raise ValueError(
@@ -242,9 +260,13 @@ class Vision(Application):
                 label = int(chances.argmax())
                 name = train.classes[label] if train.classes else str(label)
                 rows.append(
-                    {"image": file.name, "class": name, "probability": chances.max()}
+                    {
+                        "image": shown_name(file),
+                        "class": name,
+                        "probability": chances.max(),
+                    }
                 )
-        records.write_csv(directory / "predictions.csv", rows)
+        write_table(directory / "predictions.csv", rows)
         lines = [
             f"{row['image']}: {row['class']} ({100 * row['probability']:.0f} %)"
             for row in rows[:20]

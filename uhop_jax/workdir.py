@@ -1,0 +1,279 @@
+"""The directory of a run: claimed by one config, locked, its tables proven whole.
+
+`config.json` holds the config of a run. `run.json` holds what the run has read (shape
+and SHA-256 of the data), and the names of the files that it has written, with the
+SHA-256 of each table. What is not recorded there is not of this run, and is left alone.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from uhop_jax import records
+from uhop_jax.storage import write_whole
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+CONFIG, RECORD, LOCK = "config.json", "run.json", ".lock"
+AGAIN = "restore it, or choose another --workdir"
+
+
+def fingerprint(*parts: np.ndarray | Sequence[str]) -> dict[str, Any]:
+    """Shape of the first array, and SHA-256 of all arrays and names, as for JSON."""
+    digest, shape = hashlib.sha256(), None
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            shape = list(part.shape) if shape is None else shape
+            digest.update(f"{part.dtype.str}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).view(np.uint8).data)
+        else:
+            digest.update(json.dumps(list(part)).encode())
+    return {"shape": shape, "sha256": digest.hexdigest()}
+
+
+def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
+    """Whether a directory is free for a run, or holds that run.
+
+    A directory in which nothing was finished is free.
+
+    Args:
+      workdir: the directory, which may not be there yet.
+      config: of the run.
+      read: what the run reads, by name, as `fingerprint` gives it.
+
+    Raises:
+      ValueError: if the directory is a file, holds files and no run, or holds a run of
+        another config, of other data or of an earlier version.
+    """
+    if workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"workdir {workdir} is a file, it must be a directory")
+    held = sorted(_held(workdir)) if workdir.exists() else []
+    if CONFIG not in held:
+        if held:
+            raise ValueError(
+                f"workdir {workdir} holds {held[0]} and no {CONFIG} of a run; choose a "
+                "--workdir that is empty or new"
+            )
+        return
+    found = _json(workdir / CONFIG)
+    if RECORD not in held:
+        raise ValueError(
+            f"workdir {workdir} holds a run of an earlier version, which kept no "
+            f"{RECORD}; choose another --workdir"
+        )
+    record = _record(workdir)
+    if not set(held) - {CONFIG, RECORD}:
+        return
+    there, here = _flat(found), _flat(_plain(config))
+    for key in sorted(there.keys() | here.keys()):
+        one, other = there.get(key, "missing"), here.get(key, "missing")
+        if one != other:
+            raise ValueError(
+                f"workdir {workdir} holds a run with config.{key}={one}, this one has "
+                f"{other}; give the flags of that run, or choose another --workdir"
+            )
+    for name, now in json.loads(json.dumps(read)).items():
+        if (before := record["read"].get(name)) != now:
+            raise ValueError(
+                f"workdir {workdir} holds a run on another {name}: it had "
+                f"{_said(before)}, now it has {_said(now)}; {AGAIN}"
+            )
+
+
+@contextmanager
+def claimed(
+    workdir: Path, config: ConfigDict, read: Mapping[str, Any]
+) -> Iterator[None]:
+    """Holds the directory of a run, which no other run can enter meanwhile.
+
+    Args:
+      workdir: the directory; it is made if it is not there.
+      config: of the run, written to `config.json`.
+      read: what the run reads, by name, as `fingerprint` gives it.
+
+    Raises:
+      ValueError: as of `check`, or if another run is at work there.
+    """
+    check(workdir, config, read)
+    if jax.process_count() > 1:  # all look before the first one writes
+        multihost_utils.sync_global_devices(f"claim {workdir}")
+    if jax.process_index() != 0:
+        yield
+        return
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / LOCK).open("a", encoding="utf-8") as lock:
+        _hold(workdir, lock)
+        check(workdir, config, read)
+        if not set(_held(workdir)) - {CONFIG, RECORD}:
+            _write_json(workdir / RECORD, {"read": dict(read), "written": {}})
+            _write_json(workdir / CONFIG, _plain(config))
+        yield
+
+
+def write_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file of a run whole or not at all.
+
+    Args:
+      path: file in the directory of the run.
+      write: writes the file to the path that it is given.
+
+    Raises:
+      ValueError: if there is such a file, and the run has not written it.
+    """
+    _note(path, {})
+    write_whole(path, write)
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes records that share their keys as a csv that `read_table` believes.
+
+    Raises:
+      ValueError: if there is such a file, and the run has not written it.
+    """
+    text = records.csv_text(rows)
+    _note(path, {"rows": len(rows), "sha256": hashlib.sha256(text).hexdigest()})
+    write_whole(path, lambda partial: partial.write_bytes(text))
+
+
+def read_table(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[dict]:
+    """Records that `write_table` wrote, or none if there is no such file.
+
+    Args:
+      path: the file.
+      columns: type of each column; an empty cell stays "".
+
+    Raises:
+      ValueError: if the file is not, byte for byte, as the run has left it.
+    """
+    if not path.exists():
+        return []
+    text, known = path.read_bytes(), _record(path.parent)["written"].get(path.name, {})
+    digest = hashlib.sha256(text).hexdigest()
+    if digest not in (known.get("sha256"), known.get("before")):
+        raise ValueError(
+            f"{path} is not as the run has left it, with {known.get('rows', 0)} rows: "
+            f"it is damaged or was changed; {AGAIN}"
+        )
+    header, *lines = records.csv_lines(text)
+    if header != list(columns):
+        raise ValueError(
+            f"{path} has columns {', '.join(header)}, this run writes "
+            f"{', '.join(columns)}; choose another --workdir"
+        )
+    return [
+        {
+            name: kind(cell) if cell else ""
+            for (name, kind), cell in zip(columns.items(), line, strict=True)
+        }
+        for line in lines
+    ]
+
+
+def _note(path: Path, about: dict[str, Any]) -> None:
+    """Records a file before it is written; a run killed in between has the one before.
+
+    That one is known by its SHA-256 under `before`.
+    """
+    record = _record(path.parent)
+    known = record["written"].get(path.name)
+    if known is None and path.exists():
+        raise ValueError(
+            f"{path} was not written by this run; move it, or choose another --workdir"
+        )
+    if known and "sha256" in about and path.exists():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest in (known.get("sha256"), known.get("before")):
+            about = about | {"before": digest}
+    if about != known:
+        record["written"][path.name] = about
+        _write_json(path.parent / RECORD, record)
+
+
+def _record(workdir: Path) -> dict[str, dict[str, Any]]:
+    path = workdir / RECORD
+    record = _json(path) if path.exists() else {"read": {}, "written": {}}
+    for key in ("read", "written"):
+        if not isinstance(record.get(key), dict):
+            raise ValueError(f"{path} is damaged: {key!r} must hold an object; {AGAIN}")
+    for name, about in record["written"].items():
+        if not isinstance(about, dict):
+            raise ValueError(
+                f"{path} is damaged: {name!r} must hold an object; {AGAIN}"
+            )
+    return record
+
+
+def _held(workdir: Path) -> Iterator[str]:
+    """Names of files, and of directories that are not empty; hidden ones aside."""
+    for path in workdir.iterdir():
+        if not path.name.startswith(".") and (path.is_file() or any(path.iterdir())):
+            yield path.name
+
+
+def _hold(workdir: Path, lock: Any) -> None:
+    """Locks a directory until the file is closed, or the process ends."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"workdir {workdir} is in use by another run; wait until it has ended, or "
+            "choose another --workdir"
+        ) from None
+    except OSError as error:
+        warnings.warn(
+            f"workdir {workdir} cannot be locked ({error.strerror}): let no other run "
+            "use it",
+            stacklevel=4,
+        )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is damaged, it is no JSON; {AGAIN}") from None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} is damaged: it must hold an object, got {type(found).__name__}; "
+            f"{AGAIN}"
+        )
+    return found
+
+
+def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
+    text = json.dumps(tree, indent=2).encode()
+    write_whole(path, lambda partial: partial.write_bytes(text))
+
+
+def _plain(config: ConfigDict) -> dict[str, Any]:
+    return json.loads(config.to_json_best_effort())
+
+
+def _said(entry: Any) -> str:
+    if isinstance(entry, dict) and entry.keys() == {"shape", "sha256"}:
+        return f"shape {tuple(entry['shape'])} and SHA-256 {entry['sha256'][:12]}..."
+    return str(entry)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
