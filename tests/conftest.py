@@ -121,18 +121,22 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+COMPILED = []  # how long each program took to compile
+
+
+def _listen(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(duration)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
 @pytest.fixture
 def compilations():
     """A list that grows by one with every program compiled during the test."""
-    compiled = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield compiled
-    jax.monitoring.unregister_event_duration_listener(listen)
+    COMPILED.clear()
+    return COMPILED
 
 
 @pytest.fixture(scope="session")

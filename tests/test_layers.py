@@ -137,8 +137,8 @@ def test_masks_of_attention(shape, dtype):
 def test_causal_attention():
     theirs, ours = attentions()
     found = ours(STATE, is_causal=True)
-    assert_close(found, theirs(STATE, is_causal=True))
     mask = nnx.make_causal_mask(STATE[..., 0])
+    assert_close(found, theirs(STATE, mask=mask.astype(bool)))
     np.testing.assert_array_equal(ours(STATE, mask=mask), found)
     padding = jnp.ones((B, 1, 1, L), bool).at[1, ..., 3].set(False)
     wanted = theirs(STATE, mask=mask.astype(bool) & padding)
@@ -580,8 +580,13 @@ def test_a_replacement_for_attention_asks_for_rngs():
     stream = nnx.Rngs(dropout=0).dropout
     np.testing.assert_array_equal(model(STATE, rngs=stream), found)
     assert float(abs(model(STATE, rngs=stream) - found).max()) > 1e-3
-    evaluated = nnx.view(model, deterministic=True)
-    np.testing.assert_array_equal(evaluated(STATE), model(STATE, deterministic=True))
+    wanted = model(STATE, deterministic=True)
+    if hasattr(nnx, "view"):  # not in an older Flax
+        np.testing.assert_array_equal(
+            nnx.view(model, deterministic=True)(STATE), wanted
+        )
+    model.eval()
+    np.testing.assert_array_equal(model(STATE), wanted)
 
 
 WRONG_ATTENTION = [
