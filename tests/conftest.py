@@ -1,6 +1,7 @@
 """Strict JAX for every test, and what all tests share."""
 
 import atexit
+import inspect
 import json
 import os
 import shutil
@@ -121,18 +122,22 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+COMPILED = []  # how long each program took to compile
+
+
+def _listen(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(duration)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
 @pytest.fixture
 def compilations():
     """A list that grows by one with every program compiled during the test."""
-    compiled = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield compiled
-    jax.monitoring.unregister_event_duration_listener(listen)
+    COMPILED.clear()
+    return COMPILED
 
 
 @pytest.fixture(scope="session")
@@ -165,76 +170,29 @@ def prepared(tmp_path_factory):
     return directory
 
 
-# Combinations of what is tested in its parts: `pytest -m slow` runs them too.
-DISTANCES = ("NegativeSquaredL2", "NegativeL2", "NegativeL1")
+def slow_where(condition):
+    """Marks cases of a test as slow: combinations of what its other cases cover.
+
+    `condition` takes parameters of the test by name: whether the case is slow.
+    """
+    return pytest.mark.slow_where.with_args(condition)
 
 
-# Of the three distances, which share their code, one in each test of the dynamics.
-DYNAMICS = (
-    "test_implicit_gradient_equals_the_unrolled_one",
-    "test_all_options_at_once_equal_the_naive_loop",
-    "test_memory_sets_equal_a_loop_over_sets",
-    "test_masked_memories_never_show",
-    "test_converge_row_by_row",
-    "test_dtypes",
-)
-
-
-def is_combination(name, case):
-    """Whether a test crosses two tables whose members others cover one by one."""
-    distance = case.startswith(DISTANCES) or any(f"-{d}(" in case for d in DISTANCES)
-    if name in DYNAMICS and case.startswith(("NegativeL2(", "NegativeL1(")):
-        return True
-    if name == "test_three_updates_equal_the_naive_ones":  # separations by similarities
-        return not (case.startswith("Entmax(alpha=1.5)") or "-Dot(" in case)
-    if name == "test_one_and_two_updates_equal_the_naive_ones":
-        return case.endswith("-1") or distance
-    if any(f"-{kernel}" in case for kernel in ("square", "low rank", "cent", "two")):
-        return distance  # similarities by kernels
-    if name == "test_a_masked_entry_never_shows":
-        return case.startswith(("3.0", "inf"))
-    if name == "test_sgd_is_algorithm_1_in_both_spaces":
-        return "'all'" in case or "'average'" not in case
-    if name == "test_loss_is_the_double_loop_over_batches_and_valid_patterns":
-        return case.endswith("all")
-    if name == "test_memory_sets_equal_a_loop_over_sets" and case.endswith("-True"):
-        return not case.startswith("Dot(")
-    if name.startswith(("test_gradient", "test_what_is_not")) and "-rect" in case:
-        return distance
-    if name == "test_annealing_finds_optimal_codes":
-        return case in ("pentagon", "simplex-10")
-    if name == "test_long_rows":
-        return case.startswith("5000")
-    if name == "test_every_variant_runs_small":  # of train.py, whose programs are few
-        return case != "cifar10"
-    if name == "test_what_an_epoch_moves":
-        return case.endswith(("then task", "by task"))
-    kernel = any(f"-{x}-" in case for x in ("square", "rectangular", "low rank"))
-    if name == "test_dtypes" and kernel:  # of similarities
-        return case.endswith("float16")
-    if name == "test_what_is_not_observed_never_shows":
-        return "-rectangular" in case or "-low rank" in case
-    if name in ("test_dtype_and_accuracy", "test_dtypes") and case.startswith(
-        ("Entmax(alpha=1.25)", "Entmax(alpha=1.3)", "TopK", "Polynomial")
-    ):
-        return case.endswith("bfloat16")
-    if name == "test_any_inverse_temperature" and case.startswith("False-"):
-        return "-float32" not in case  # dtypes outside of jit
-    if case == "noise":  # calibration for the other corruption
-        return True
-    if case in ("known", "function"):  # corruptions that are calibrated for
-        return True
-    if name not in ("test_weights_equal_the_naive_ones", "test_dtype_and_accuracy"):
-        # One program serves every alpha: its value in the derivatives and accuracy.
-        return case.split("-")[-1] in ("Entmax(alpha=2.0)", "Entmax(alpha=3.0)")
-    return False
-
-
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    choices = {}
     for item in items:
-        name, _, case = item.name.partition("[")
-        if is_combination(name, case.rstrip("]")):
-            item.add_marker(pytest.mark.slow)
+        for mark in item.iter_markers("slow_where"):
+            (condition,) = mark.args
+            names = inspect.signature(condition).parameters
+            chosen = bool(condition(*(item.callspec.params[name] for name in names)))
+            if chosen:
+                item.add_marker(pytest.mark.slow)
+            choices.setdefault((item.originalname, condition), set()).add(chosen)
+    in_full = not any("[" in argument for argument in config.args)
+    for (name, _), chosen in choices.items():
+        if in_full and len(chosen) == 1:
+            which = "every case" if chosen == {True} else "no case"
+            raise pytest.UsageError(f"slow_where chooses {which} of {name}")
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -67,7 +67,13 @@ CORRUPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=CORRUPTIONS)
+def one_fast(names):
+    """All but the first of them slow."""
+    first, *others = names
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
+@pytest.fixture(scope="module", params=one_fast(CORRUPTIONS))
 def calibrated(request):
     """A corruption, the model calibrated for it, and fresh corrupted copies."""
     corrupt = CORRUPTIONS[request.param]
@@ -207,7 +213,7 @@ def test_the_summary_says_what_was_chosen(calibrated):
     assert float(found[5]) == pytest.approx(float(model.expected_error), rel=0.01)
 
 
-@pytest.mark.parametrize("calibrated", ["mask", "noise"], indirect=True)
+@pytest.mark.parametrize("calibrated", one_fast(["mask", "noise"]), indirect=True)
 def test_calibration_comes_close_to_the_posterior_mean(calibrated):
     corrupt, model, copies = calibrated
     errors, _ = errors_and_top1(model, copies)

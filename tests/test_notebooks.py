@@ -2,6 +2,8 @@
 
 import ast
 import os
+import re
+import tomllib
 from pathlib import Path
 
 import nbclient
@@ -43,6 +45,22 @@ def test_stored_without_outputs_and_definitions(path):
     for cell in notebook.cells:
         for place in ("/tmp", "/home", "/root", "/work"):
             assert place not in cell.source
+
+
+def test_colab_keeps_its_own_jax():
+    """Only small packages come by name, and the project from its own file alone."""
+    first = {read(path).cells[1].source for path in NOTEBOOKS}
+    assert len(first) == 1
+    *_, by_name, comment, own = first.pop().splitlines()
+    assert own.strip() == "%pip install -q --no-index --find-links . uhop-jax"
+    assert comment.strip().startswith("#")
+    named = by_name.split()[3:]
+    assert by_name.split()[:3] == ["%pip", "install", "-q"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = {re.match(r"[\w-]+", line)[0]: line for line in project["dependencies"]}
+    assert set(named) < bounds.keys()
+    for name in ("jax", "jaxlib", "flax"):  # a resolver may keep what it has
+        assert name not in named and re.search(r">=[\d.]+,<[\d.]+$", bounds[name])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

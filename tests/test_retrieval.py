@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_close, every_dtype
+from conftest import assert_close, every_dtype, slow_where
 from test_separation import naive_weights
 from test_similarity import (
     LIKELIHOOD,
@@ -124,8 +124,19 @@ def assert_rows_equal_naive(result, memories, query, **arguments):
         assert_close(states[i], state)
 
 
+def shares_code(similarity):
+    """Whether another distance, which is tested, has the same code."""
+    return isinstance(similarity, (NegativeL2, NegativeL1))
+
+
+one_distance = slow_where(shares_code)
+
+
 @each("similarity", PLAIN)
 @each("separation", SEPARATIONS)
+@slow_where(
+    lambda similarity, separation: similarity != Dot() and separation != Entmax(1.5)
+)
 def test_three_updates_equal_the_naive_ones(similarity, separation):
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
     arguments = dict(beta=1.5, separation=separation, similarity=similarity, steps=3)
@@ -133,6 +144,24 @@ def test_three_updates_equal_the_naive_ones(similarity, separation):
     assert_rows_equal_naive(result, memories, query, **arguments)
 
 
+def test_every_similarity_meets_entmax_and_every_separation_dot_products(request):
+    name = test_three_updates_equal_the_naive_ones.__name__
+    items = [x for x in request.session.items if x.originalname == name]
+    default = [x.callspec.params for x in items if not x.get_closest_marker("slow")]
+    if not default:
+        pytest.skip(f"{name} is not collected")
+    pairs = [(case["similarity"], case["separation"]) for case in default]
+    assert [x for x, separation in pairs if separation == Entmax(1.5)] == PLAIN
+    assert [x for similarity, x in pairs if similarity == Dot()] == SEPARATIONS
+    assert len(pairs) == len(PLAIN) + len(SEPARATIONS) - 1
+
+
+@slow_where(
+    lambda similarity, steps: (
+        steps == 1
+        or isinstance(similarity, (NegativeSquaredL2, NegativeL2, NegativeL1))
+    )
+)
 @pytest.mark.parametrize(
     ("similarity", "separation", "steps"),
     [(s, Softmax(), steps) for s in ITERABLE for steps in (1, 2)]
@@ -148,6 +177,7 @@ def test_one_and_two_updates_equal_the_naive_ones(similarity, separation, steps)
     assert_rows_equal_naive(result, memories, query, **arguments)
 
 
+@one_distance
 @each("similarity", [*ITERABLE, Dot(LIKELIHOOD)])
 def test_all_options_at_once_equal_the_naive_loop(similarity):
     rng = np.random.default_rng(6)
@@ -195,6 +225,9 @@ STACKED = [
 ]
 
 
+@slow_where(
+    lambda similarity, restricted: restricted and not isinstance(similarity, Dot)
+)
 @pytest.mark.parametrize(
     ("similarity", "restricted"),
     [(s, False) for s in STACKED] + [(s, True) for s in STACKED[:3]],
@@ -327,6 +360,7 @@ def test_masks_broadcast_over_memory_sets(shape, query_0_of_set_1):
             )
 
 
+@one_distance
 @each("similarity", [*ITERABLE, Dot(LIKELIHOOD)])
 def test_masked_memories_never_show(similarity):
     memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
@@ -452,6 +486,7 @@ CONVERGING = [
 ]
 
 
+@one_distance
 @pytest.mark.parametrize(("similarity", "separation"), CONVERGING, ids=label)
 def test_implicit_gradient_equals_the_unrolled_one(similarity, separation):
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
@@ -700,6 +735,7 @@ def test_one_program_for_many_numbers(compilations):
     assert len(set(counts)) == 1
 
 
+@one_distance
 @every_dtype
 @each("similarity", PLAIN)
 def test_dtypes(similarity, dtype):

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 import scipy.special
-from conftest import assert_close, every_dtype
+from conftest import assert_close, every_dtype, slow_where
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -293,6 +293,12 @@ def test_a_row_depends_on_no_other_row(sep):
         assert np.abs(difference).max() <= 2 * np.finfo(np.float64).eps
 
 
+@slow_where(
+    lambda sep, dtype: (
+        dtype == jnp.bfloat16
+        and (isinstance(sep, (Polynomial, TopK)) or sep == Entmax(1.3))
+    )
+)
 @every_separation
 @every_dtype
 def test_dtype_and_accuracy(sep, dtype):
@@ -329,6 +335,7 @@ def test_permuting_the_memories_permutes_the_weights(sep):
     assert_close(weights(sep, z[:, order]), weights(sep, z)[:, order])
 
 
+@slow_where(lambda hidden: hidden in (3.0, jnp.inf))
 @every_separation
 @pytest.mark.parametrize("hidden", [3.0, jnp.nan, jnp.inf, -jnp.inf])
 def test_a_masked_entry_never_shows(sep, hidden):
@@ -372,6 +379,7 @@ BETAS = (1e-6, 1e-3, 1.0, 1e3, 1e6, 1e10, 1e20, 1e30, 1e38)
 LEVELS = ([0.875, 0.875, 0.5, -1], [-0.25, -0.5, -2, -3], [0.7, 0.1, 0.3, 0.2])
 
 
+@slow_where(lambda jitted, dtype: not jitted and dtype != jnp.float32)
 @every_separation
 @every_dtype
 @pytest.mark.parametrize("jitted", [False, True])
@@ -535,6 +543,7 @@ def test_steep_derivatives_to_fifty_digits(alpha):
     assert_close(gradient(rows, z)[1][1], jax.jacrev(Entmax(1.5))(z))
 
 
+@slow_where(lambda length: length == 5000)
 @every_separation
 @pytest.mark.parametrize("length", [5000, 5120])
 def test_long_rows(sep, length):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOLERANCES, assert_close, every_dtype
+from conftest import TOLERANCES, assert_close, every_dtype, slow_where
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -65,6 +65,11 @@ def each(similarities):
     return pytest.mark.parametrize(
         "similarity", similarities.values(), ids=list(similarities)
     )
+
+
+def combines(similarity):
+    """Whether it is a distance of features, whose parts other cases cover."""
+    return isinstance(similarity, DISTANCES) and similarity.kernel is not None
 
 
 every_similarity = each(SIMILARITIES)
@@ -156,6 +161,7 @@ def pull_back(similarity, memories, query, cotangent, observed=None):
     return jax.vjp(f, memories, query)[1](cotangent)
 
 
+@slow_where(combines)
 @every_similarity
 def test_overlaps_equal_the_naive_ones(similarity):
     memories, query = normal(COUNT, DIMENSION), normal(4, DIMENSION, seed=7)
@@ -166,6 +172,7 @@ def test_overlaps_equal_the_naive_ones(similarity):
     assert_close(blocks.reshape(4, COUNT), expected)
 
 
+@slow_where(combines)
 @every_similarity
 def test_gram(similarity):
     memories = normal(COUNT, DIMENSION)
@@ -178,6 +185,7 @@ def test_gram(similarity):
         np.testing.assert_array_equal(jnp.diagonal(gram), 0)
 
 
+@slow_where(combines)
 @every_similarity
 @pytest.mark.parametrize("hidden", [3.0, jnp.nan])
 def test_what_is_not_observed_never_shows(similarity, hidden):
@@ -194,6 +202,7 @@ def test_what_is_not_observed_never_shows(similarity, hidden):
     assert (jnp.where(observed, 0.0, by_query) == 0).all()
 
 
+@slow_where(combines)
 @on_features
 def test_gradient_over_the_observed(similarity):
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=7)
@@ -205,6 +214,7 @@ def test_gradient_over_the_observed(similarity):
     check_grads(f, (memories, query), 1, ("rev",))
 
 
+@slow_where(combines)
 @every_similarity
 def test_gradient(similarity):
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=7)
@@ -212,6 +222,7 @@ def test_gradient(similarity):
     check_grads(overlaps, (similarity, memories, query), 1, modes)
 
 
+@slow_where(combines)
 @on_features
 def test_gradient_where_query_and_memory_coincide(similarity):
     memories = normal(COUNT, DIMENSION)
@@ -259,6 +270,11 @@ def test_cosine_of_tiny_and_huge_vectors(size):
     assert_close(overlaps(Cosine(), size * memories, size * query), expected)
 
 
+@slow_where(
+    lambda similarity, dtype: (
+        combines(similarity) or (similarity.kernel is not None and dtype == jnp.float16)
+    )
+)
 @every_dtype
 @every_similarity
 def test_dtypes(similarity, dtype):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import assert_close
+from conftest import assert_close, slow_where
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -91,6 +91,7 @@ loss_slope = jax.jit(
 )
 
 
+@slow_where(lambda variant: variant["pairs"] == "all")
 @every_variant
 def test_loss_is_the_double_loop_over_batches_and_valid_patterns(variant):
     features = draw(2, 3, 5, 4)
@@ -275,6 +276,7 @@ def relative(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
+@slow_where(lambda variant: variant["kind"] != "average" or variant["pairs"] == "all")
 @pytest.mark.parametrize(
     "variant",
     [v for v in VARIANTS if v["normalize"] == (v["pairs"] == "distinct")],
@@ -746,7 +748,9 @@ def test_likelihood_of_nothing_observed_prefers_no_memory():
         pytest.param(8, 3, 0.73, 0.7389, id="sphere-8"),
         pytest.param(24, 3, 0.27, 0.2770, id="sphere-24"),
         pytest.param(4, 3, 4 / 3 - 1e-4, 4 / 3, id="simplex-4"),
-        pytest.param(10, 16, 10 / 9 - 1e-4, 10 / 9, id="simplex-10"),
+        pytest.param(
+            10, 16, 10 / 9 - 1e-4, 10 / 9, id="simplex-10", marks=pytest.mark.slow
+        ),
         pytest.param(6, 3, 1 - 1e-4, 1, id="orthoplex-6"),
         pytest.param(8, 4, 1 - 1e-4, 1, id="orthoplex-8"),
         pytest.param(
@@ -755,6 +759,7 @@ def test_likelihood_of_nothing_observed_prefers_no_memory():
             1 - np.cos(2 * np.pi / 5) - 1e-4,
             1 - np.cos(2 * np.pi / 5),
             id="pentagon",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import FAST, ROOT, config_module, config_of, run_script
+from conftest import FAST, ROOT, config_module, config_of, run_script, slow_where
 from PIL import Image
 
 from uhop_jax.data import labelled_images
@@ -182,6 +182,7 @@ def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
 VARIANTS = config_module("vision").VARIANTS
 
 
+@slow_where(lambda variant: variant != "cifar10")  # programs are few
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "digits"])
 def test_every_variant_runs_small(variant, tmp_path):
     changes = {"train.epochs": 1, "arms": ("MHM + U-Hop",), "seeds": (0,)}

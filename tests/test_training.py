@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import FAST, ROOT, assert_close, config_of
+from conftest import FAST, ROOT, assert_close, config_of, slow_where
 from flax import nnx
 
 from uhop_jax.data import Images, labelled_images
@@ -134,6 +134,7 @@ SCHEDULES = {  # which of kernels and other parameters move
 }
 
 
+@slow_where(lambda arm: arm.endswith(("then task", "by task")))
 @pytest.mark.parametrize("arm", SCHEDULES)
 def test_what_an_epoch_moves(arm):
     trainer = trainer_of(arm)

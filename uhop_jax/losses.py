@@ -154,9 +154,10 @@ def scaled_rows(x: Array) -> Array:
     neither vanish nor overflow.
     """
     x = x.astype(working_dtype(x))
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0))
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0)
+    _, exponent = jnp.frexp(lax.stop_gradient(largest))
     limit = jnp.finfo(x.dtype).maxexp - 2  # no power of two is subnormal
-    exponent = lax.stop_gradient(jnp.clip(exponent, -limit, limit))
+    exponent = jnp.clip(exponent, -limit, limit)
     return x * jnp.ldexp(jnp.ones((), x.dtype), -exponent)
 
 

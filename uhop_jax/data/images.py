@@ -1,7 +1,7 @@
 """Image sets as NumPy arrays.
 
 They come prepared by TFDS (array_record). Reading them needs no TensorFlow;
-preparing them, once, does: `pip install -e '.[data]'`.
+preparing them, once, does: the extra `data`.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ TINY_IMAGENET = (
     "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
     "md5:90528d7ca1a48142e341f4ef8d21d0de",
 )
-INSTALL = "pip install -e '.[data]'"
+INSTALL = "pip install 'uhop-jax[data]'"
 
 
 class Images(NamedTuple):

@@ -20,7 +20,6 @@ from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import (
     KernelParam,
     LinearFeatures,
-    SeparatedMemories,
     SeparationLosses,
     separation_losses,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "HopfieldPooling",
     "KernelParam",
     "LinearFeatures",
-    "SeparatedMemories",
     "SeparationLosses",
     "dropped",
     "separation_losses",

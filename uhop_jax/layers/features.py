@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from uhop_jax._checks import check_choice
@@ -33,13 +34,25 @@ class KernelParam(nnx.Param):
     """A parameter of a kernel: what Stage I learns."""
 
 
-class SeparatedMemories(nnx.Intermediate):
-    """What a kernel is to separate, for `nnx.capture`.
+class SeparationRecord(nnx.Intermediate):
+    """What `separation_losses` gathers in a layer: loss and gap of each of its calls.
 
-    A tuple with one entry for each call of the layer: features whose gradient reaches
-    the kernel alone, features whose gradient reaches what comes before it too, and
-    which of them are valid (None for all).
+    The numbers are a flat tuple; the metadata are the options of `separation_losses`.
     """
+
+    def extended(self, kernel: Any, patterns: Array, where: Array | None) -> Any:
+        """The record of one call more, which separates the features of the patterns."""
+        options = self.get_metadata()
+        kind, t, through = (options[name] for name in ("kind", "t", "through"))
+        features = kernel(patterns if through else lax.stop_gradient(patterns))
+        *_, number, dimension = features.shape
+        if where is not None:
+            where = jnp.broadcast_to(where, features.shape[:-1])
+            number = where.sum(-1)
+        loss = separation_loss(features, kind=kind, t=t, where=where)
+        least = least_separation_loss(number, dimension, kind=kind, t=t)
+        gap = loss - least.astype(loss.dtype)
+        return self.replace((*jax.tree.leaves(self), loss.mean(), gap.mean()))
 
 
 class LinearFeatures(nnx.Module):
@@ -124,7 +137,8 @@ def separation_losses(
     """Separation loss of the kernel of each layer, in one forward pass.
 
     The memories that a layer sees are taken as they are: a loss moves the kernel of its
-    own layer, and nothing else; but with `through`, all that comes before it.
+    own layer, and nothing else; but with `through`, all that comes before it. The model
+    stays as it is, its random streams and statistics too.
 
     Args:
       model: a module with `Hopfield` layers that have a kernel.
@@ -136,27 +150,28 @@ def separation_losses(
       **options: keyword arguments of the model.
 
     Returns:
-      `SeparationLosses`, layers in the order of their paths.
+      `SeparationLosses`, layers in the order of their paths; a layer that is called
+      twice counts twice, and layers that are stacked (`nnx.vmap`, `nnx.scan`) each.
 
     Raises:
       ValueError: if no layer has a kernel.
     """
-    _, found = nnx.capture(model, SeparatedMemories)(*inputs, **options)
-    losses, gaps = [], []
-    for _, variable in nnx.to_flat_state(found):
-        for alone, all_through, where in variable.get_value():
-            features = all_through if through else alone
-            *_, number, dimension = features.shape
-            if where is not None:
-                where = jnp.broadcast_to(where, features.shape[:-1])
-                number = where.sum(-1)
-            loss = separation_loss(features, kind=kind, t=t, where=where)
-            least = least_separation_loss(number, dimension, kind=kind, t=t)
-            losses.append(loss.mean())
-            gaps.append((loss - least.astype(loss.dtype)).mean())
+    model = nnx.clone(model)
+    for node in modules_of(model):
+        node.separation_record = SeparationRecord((), kind=kind, t=t, through=through)
+    model(*inputs, **options)
+    records = nnx.to_flat_state(nnx.state(model, SeparationRecord))
+    calls = [jax.tree.leaves(record) for _, record in records]
+    losses = [x.reshape(-1) for numbers in calls for x in numbers[::2]]
+    gaps = [x.reshape(-1) for numbers in calls for x in numbers[1::2]]
     if not losses:
         raise ValueError("the model has no Hopfield layer with a kernel")
-    return SeparationLosses(jnp.stack(losses), jnp.stack(gaps))
+    return SeparationLosses(jnp.concatenate(losses), jnp.concatenate(gaps))
+
+
+def modules_of(module: nnx.Module) -> list[Any]:
+    """The module and all modules within it."""
+    return [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Module)]
 
 
 def as_kernel(module: Any) -> Any:
@@ -169,17 +184,16 @@ def as_kernel(module: Any) -> Any:
         )
     other = nnx.All(nnx.Param, nnx.Not(KernelParam))
     made: dict[int, nnx.Variable] = {}  # a parameter in two places stays one
-    for _, node in nnx.iter_modules(module):
+    for node in modules_of(module):
         for name, x in list(vars(node).items()):
             if isinstance(x, nnx.Param) and not isinstance(x, KernelParam):
                 if id(x) not in made:
-                    made[id(x)] = KernelParam.from_metadata(
-                        x.get_raw_value(), x.get_metadata()
-                    )
+                    (value,) = jax.tree.leaves(x)
+                    made[id(x)] = KernelParam.from_metadata(value, x.get_metadata())
                 setattr(node, name, made[id(x)])
     if jax.tree.leaves(nnx.state(module, other)):
         raise ValueError(
-            "kernel must hold its parameters as attributes of modules, in nnx.List or "
-            "in nnx.Dict, where Stage I finds them"
+            "kernel must hold its parameters as attributes of modules (lists may hold "
+            "modules), where Stage I finds them"
         )
     return module

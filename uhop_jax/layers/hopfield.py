@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from uhop_jax._checks import (
@@ -22,7 +21,7 @@ from uhop_jax._checks import (
 )
 from uhop_jax.layers.association import HEAD_AXES, Association, moved
 from uhop_jax.layers.dropout import dropped
-from uhop_jax.layers.features import LinearFeatures, SeparatedMemories, as_kernel
+from uhop_jax.layers.features import LinearFeatures, as_kernel
 from uhop_jax.layers.masks import combined, extended
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
 from uhop_jax.separation import (
@@ -399,8 +398,9 @@ class Hopfield(nnx.Module):
             read = self.norm_value(read)
         mapped = memories
         if self.kernel is not None:
-            if hasattr(self, "__captures__"):  # within `nnx.capture` alone
-                self._record(self.kernel, state, memories, seen, batch)
+            record = getattr(self, "separation_record", None)
+            if record is not None:  # in `separation_losses` alone
+                self._record(record, state, memories, seen, batch)
             state, mapped = self.kernel(state), self.kernel(memories)
 
         late = False  # project what is read out, not the memories
@@ -456,7 +456,7 @@ class Hopfield(nnx.Module):
         bias = self.value.bias[...].astype(output.dtype)
         return output + jnp.einsum("...hl,hv->...lhv", excess, bias)
 
-    def _record(self, kernel, state, memories, where, batch) -> None:
+    def _record(self, record, state, memories, where, batch) -> None:
         """Leaves to `separation_losses` what the kernel is to separate."""
         patterns = memories
         if self.separate_states:
@@ -467,8 +467,7 @@ class Hopfield(nnx.Module):
                 where = jnp.concatenate([jnp.ones(state.shape[:-1], bool), where], -1)
         elif where is not None and memories.ndim == 2:
             where = where.any(tuple(range(len(batch))))
-        alone = kernel(lax.stop_gradient(patterns))
-        self.sow(SeparatedMemories, "kernel", (alone, kernel(patterns), where))
+        self.separation_record = record.extended(self.kernel, patterns, where)
 
     def _over_heads(
         self, details, query, keys, read, beta, alpha, where

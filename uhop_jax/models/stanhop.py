@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from uhop_jax._checks import check_choice, check_count, is_traced
 from uhop_jax.layers import Hopfield, HopfieldLayer, HopfieldPooling, dropped
+from uhop_jax.layers.features import modules_of
 from uhop_jax.separation import Entmax, Separation
 
 PRESETS = ("paper", "released")
@@ -130,11 +131,11 @@ class STanHop(nnx.Module):
         for _ in range(scales - 1):
             merges.append(Merge(layers, merge))
             lengths.append(-(-lengths[-1] // merge))
-        self.encoder = nnx.List([block(length) for length in lengths])
-        self.merges = nnx.List(merges)
+        self.encoder = nnx.data([block(length) for length in lengths])
+        self.merges = nnx.data(merges)
         ahead = -(-out_len // segment)
         self.start = _normal((series, ahead, size), param_dtype, rngs)
-        self.decoder = nnx.List(
+        self.decoder = nnx.data(
             [
                 DecoderLayer(layers, block(ahead), segment, dropout)
                 for _ in range(scales + 1)
@@ -330,7 +331,7 @@ class Block(nnx.Module):
     ):
         self.released = layers.released
         self.time = layers.association()
-        self.norms = nnx.List([layers.norm() for _ in range(4)])
+        self.norms = nnx.data([layers.norm() for _ in range(4)])
         self.mlp_time = layers.mlp(mlp_size)
         self.pool = layers.pooling(pooled, sets)
         self.across = layers.association()
@@ -413,7 +414,7 @@ class DecoderLayer(nnx.Module):
     def __init__(self, layers: _Builder, block: Block, segment: int, dropout: float):
         self.block = block
         self.cross = layers.association()
-        self.norms = nnx.List([layers.norm(), layers.norm()])
+        self.norms = nnx.data([layers.norm(), layers.norm()])
         self.mlp = layers.mlp(layers.size)
         self.head = layers.linear(layers.size, segment)
         self.dropout = dropout
@@ -440,7 +441,7 @@ def start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
     All in one draw, which is compiled once; until then they are zero.
     """
     found = []
-    for _, node in nnx.iter_modules(module):
+    for node in modules_of(module):
         if isinstance(node, (nnx.Linear, nnx.LinearGeneral)):
             inputs = node.in_features
             number = inputs if isinstance(inputs, int) else math.prod(inputs)
@@ -453,7 +454,7 @@ def start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
         draw, split = np.asarray(draw), np.split
     for (variable, bound), part in zip(found, split(draw, ends[:-1]), strict=True):
         value = (bound * part).reshape(variable.shape)
-        variable.set_value(jnp.asarray(value, variable.dtype))
+        variable[...] = jnp.asarray(value, variable.dtype)
 
 
 def _normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> nnx.Param:

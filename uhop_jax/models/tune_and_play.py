@@ -77,7 +77,7 @@ class TuneAndPlay(nnx.Module):
     ) -> Float[Array, "*batch out_len series"]:
         """The forecast of the backbone, with the hint; no dropout without a key."""
         retrieved = self.pseudo_labels(inputs)
-        if hasattr(self, "__captures__"):  # within `nnx.capture`: for Stage I
+        if hasattr(self, "separation_record"):  # in `separation_losses`
             return retrieved  # the frozen forecaster has nothing more to separate
         retrieved = jnp.swapaxes(retrieved, -1, -2)
         missing = -retrieved.shape[-1] % self.backbone.segment

@@ -206,7 +206,7 @@ class VisionHopfield(nnx.Module):
         width = 4 * size if mlp_size is None else mlp_size
         options |= {"num_heads": num_heads, "dropout": dropout}
         options |= {"mlp_dropout": mlp_dropout} | dtypes
-        self.blocks = nnx.List(
+        self.blocks = nnx.data(
             [Block(size, width, rngs=rngs, **options) for _ in range(depth)]
         )
         self.norm_tokens = nnx.LayerNorm(size, rngs=rngs, **dtypes)
