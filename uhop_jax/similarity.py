@@ -290,17 +290,18 @@ def _sum_over_components(
     A few components at a time: the differences `(..., M, D)` are never stored, and
     vector units work along the memories.
     """
-    size = min(COMPONENTS, keys.shape[-1])
+    size = max(min(COMPONENTS, keys.shape[-1]), 1)
+    groups = -(-keys.shape[-1] // size)
 
-    def in_groups(x: Array) -> Array:  # (..., D) -> (D / size, size, ...)
-        missing = -x.shape[-1] % size
+    def in_groups(x: Array) -> Array:  # (..., D) -> (groups, size, ...)
+        missing = groups * size - x.shape[-1]
         x = jnp.pad(x, (*(((0, 0),) * (x.ndim - 1)), (0, missing)))
-        return jnp.moveaxis(x, -1, 0).reshape(-1, size, *x.shape[:-1])
+        return jnp.moveaxis(x, -1, 0).reshape(groups, size, *x.shape[:-1])
 
     @jax.checkpoint
     def add(total: Array, group: tuple[Array, Array, Any]) -> tuple[Array, None]:
         key, at, weight = group
-        key = key.reshape(size, *(1,) * (state.ndim - 1), -1)
+        key = key.reshape(size, *(1,) * (state.ndim - 1), keys.shape[0])
         part = jnp.zeros_like(total)
         for j in range(size):
             one = term(at[j][..., None] - key[j])
