@@ -370,6 +370,23 @@ def test_rounding_does_not_choose_among_kernels_that_recall_everything():
         assert every == [(0, 4.0), (1, 3.0), (2, 3.0), (3, 3.0)]
 
 
+def test_nan_is_never_the_least():
+    rows = [
+        {"window": window, "loss": loss}
+        for window, losses in ((1, (np.nan, 1.0)), (2, (3.0, 4.0)), (3, (2.0, 4.0)))
+        for loss in losses
+    ]
+    for order in (rows, rows[::-1]):
+        assert {r["window"] for r in records.of_least(order, "window", "loss")} == {3}
+    assert records.of_least(rows[:1], "window", "loss") == rows[:1]
+    method = next(m for m in FAIR if m.name == "U-Hop")
+    entries = [Entry(method, f"N={n}", Dot()) for n in (1, 10)]
+    errors = np.asarray([[[np.nan, 5, 4], [3, np.nan, np.nan]]])
+    betas = np.tile([1.0, 2.0, 3.0], (2, 1))
+    assert best_entries(entries, errors, betas) == [(1, 1.0)]
+    assert best_entries(entries, errors + np.nan, betas)[0][0] in (0, 1)
+
+
 def test_an_interrupted_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "results.csv"
     records.write_csv(path, [{"a": 1}])

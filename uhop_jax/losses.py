@@ -179,7 +179,7 @@ class Loss(NamedTuple):
 
 
 def squared_distances(features: Array) -> Array:
-    """`(..., M, M)`, from differences: in a Gram matrix those of far features cancel."""
+    """`(..., M, M)`, from differences, of which a Gram matrix would lose digits."""
     if features.ndim > 2:
         return jax.vmap(squared_distances)(features)
     return -NegativeSquaredL2().compare(features, features)
