@@ -469,5 +469,5 @@ def _result(
 
 
 def _unit_rows(weights: Array) -> Array:
-    norm = jnp.sqrt((weights * weights).sum(-1, keepdims=True))
-    return weights / jnp.where(norm == 0, 1.0, norm)
+    squared = (weights * weights).sum(-1, keepdims=True)
+    return weights / jnp.sqrt(jnp.where(squared == 0, 1.0, squared))
