@@ -30,7 +30,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import contract, shifted, weigh
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import frozen_pytree, varying_alike
 from uhop_jax.kernels import Kernel
 
 COMPONENTS = 16  # of patterns, which distances sum at a time
@@ -279,7 +279,7 @@ def _restricted(keys: Array, state: Array, restrict: Any) -> tuple[Array, Array,
     keys, state = keys.astype(dtype), state.astype(dtype)
     if restrict is not None:
         restrict = jnp.broadcast_to(restrict, state.shape).astype(dtype)
-    return keys, state, restrict
+    return varying_alike((keys, state, restrict))
 
 
 def _sum_over_components(
@@ -308,7 +308,7 @@ def _sum_over_components(
             part = part + (one if weight is None else one * weight[j][..., None])
         return total + part, None
 
-    total = jnp.zeros((*state.shape[:-1], keys.shape[0]), state.dtype)
+    total = jnp.full_like(state, 0, shape=(*state.shape[:-1], keys.shape[0]))
     return jax.lax.scan(add, total, jax.tree.map(in_groups, (keys, state, seen)))[0]
 
 

@@ -39,6 +39,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import contract, gram_matrix
+from uhop_jax._pytree import varying_alike
 from uhop_jax.kernels import LinearKernel, LowRankKernel
 from uhop_jax.losses import (
     LOSSES,
@@ -282,6 +283,7 @@ def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
 
 def _over_sets(run, memories: Array, start: Fitted, *rest: Any) -> StageOne:
     """Calls `run(memories, start, *rest)`, mapped over the axes of memory sets."""
+    memories, start, *rest = varying_alike((memories, start, *rest))
     axes = (0, 0 if start.set_axes else None, *(None for _ in rest))
     for _ in memories.shape[:-2]:
         run = jax.vmap(run, in_axes=axes)
@@ -321,7 +323,7 @@ def _fit_weights(
         return (optax.apply_updates(weights, updates), state, slots), history
 
     weights, order = start.weights, jnp.sort(marks)
-    slots = jnp.zeros((kept, *weights.shape), weights.dtype)
+    slots = jnp.full_like(weights, 0, shape=(kept, *weights.shape))
     carry = (weights, optimizer.init(weights), slots)
     (weights, _, slots), history = lax.scan(body, carry, jnp.arange(steps))
     slots = _record(slots, order, steps, weights)[jnp.searchsorted(order, marks)]
@@ -394,7 +396,7 @@ def _fit_gram(
         return (B + rate * velocity, velocity, slots), history
 
     zero, order = jnp.zeros_like(G), jnp.sort(marks)
-    carry = (zero, zero, jnp.zeros((kept, *zero.shape), zero.dtype))
+    carry = (zero, zero, jnp.full_like(zero, 0, shape=(kept, *zero.shape)))
     (B, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
     slots = _record(slots, order, steps, B)[jnp.searchsorted(order, marks)]
 
