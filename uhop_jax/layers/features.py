@@ -36,9 +36,10 @@ class KernelParam(nnx.Param):
 class SeparatedMemories(nnx.Intermediate):
     """What a kernel is to separate, for `nnx.capture`.
 
-    A tuple with one entry for each call of the layer: features whose gradient reaches
-    the kernel alone, features whose gradient reaches what comes before it too, and
-    which of them are valid (None for all).
+    A tuple with one entry for each call of the layer: features `(sets, M, D)` whose
+    gradient reaches the kernel alone, features whose gradient reaches what comes before
+    it too, and which of them are valid `(sets, M)` (None for all). Of layers in a loop
+    or a map, such as `nnx.scan`, further axes come before these.
     """
 
 
@@ -136,7 +137,8 @@ def separation_losses(
       **options: keyword arguments of the model.
 
     Returns:
-      `SeparationLosses`, layers in the order of their paths.
+      `SeparationLosses`, layers in the order of their paths; those that `nnx.scan` or
+      `nnx.vmap` runs together have one place each, in their order.
 
     Raises:
       ValueError: if no layer has a kernel.
@@ -148,15 +150,14 @@ def separation_losses(
             features = all_through if through else alone
             *_, number, dimension = features.shape
             if where is not None:
-                where = jnp.broadcast_to(where, features.shape[:-1])
                 number = where.sum(-1)
             loss = separation_loss(features, kind=kind, t=t, where=where)
             least = least_separation_loss(number, dimension, kind=kind, t=t)
-            losses.append(loss.mean())
-            gaps.append((loss - least.astype(loss.dtype)).mean())
+            losses.append(loss.mean(-1).ravel())
+            gaps.append((loss - least.astype(loss.dtype)).mean(-1).ravel())
     if not losses:
         raise ValueError("the model has no Hopfield layer with a kernel")
-    return SeparationLosses(jnp.stack(losses), jnp.stack(gaps))
+    return SeparationLosses(jnp.concatenate(losses), jnp.concatenate(gaps))
 
 
 def as_kernel(module: Any) -> Any:

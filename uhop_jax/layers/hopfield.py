@@ -467,6 +467,11 @@ class Hopfield(nnx.Module):
                 where = jnp.concatenate([jnp.ones(state.shape[:-1], bool), where], -1)
         elif where is not None and memories.ndim == 2:
             where = where.any(tuple(range(len(batch))))
+        # All memory sets in one axis: those before it are of layers in a loop or a map.
+        if where is not None:
+            where = jnp.broadcast_to(where, patterns.shape[:-1])
+            where = where.reshape(-1, where.shape[-1])
+        patterns = patterns.reshape(-1, *patterns.shape[-2:])
         alone = kernel(lax.stop_gradient(patterns))
         self.sow(SeparatedMemories, "kernel", (alone, kernel(patterns), where))
 
