@@ -660,6 +660,69 @@ def test_separation_losses_move_the_kernel_alone():
     assert float(abs(through["first"]["kernel"]["weights"][...]).max()) > 0
 
 
+def test_separation_losses_of_layers_in_a_loop_or_a_map():
+    x = jax.random.normal(jax.random.key(0), (3, 5, 8), jnp.float32)
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def stacked(rngs):
+        return Hopfield(8, num_heads=2, kernel=True, rngs=rngs)
+
+    class Scanned(nnx.Module):
+        def __init__(self):
+            self.layers = stacked(nnx.Rngs(0))
+
+        def __call__(self, x):
+            def step(x, layer):
+                return x + layer(x)
+
+            return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.layers
+            )
+
+    class Mapped(Scanned):
+        def __call__(self, x):
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(
+                self.layers, x
+            )
+
+    class Listed(nnx.Module):
+        def __init__(self, layers, one_after_the_other):
+            graph, state = nnx.split(layers)
+            parts = [jax.tree.map(lambda x, i=i: x[i], state) for i in range(3)]
+            self.layers = nnx.List([nnx.merge(graph, part) for part in parts])
+            self.scanned = one_after_the_other
+
+        def __call__(self, x):
+            for layer in self.layers:
+                y = layer(x)
+                x = x + y if self.scanned else x
+            return x
+
+    for together in (Scanned(), Mapped()):
+        scanned = not isinstance(together, Mapped)
+        apart = Listed(together.layers, scanned)
+        found, wanted = (separation_losses(m, x) for m in (together, apart))
+        assert found.loss.shape == (3,)
+        jax.tree.map(assert_close, found, wanted)
+        if scanned:
+            assert_close(found.loss, [-3.67165, -3.09467, -2.41936], floor=1e-4)
+        slopes = [
+            nnx.grad(lambda model: separation_losses(model, x).loss.sum())(model)
+            for model in (together, apart)
+        ]
+        kernels = [
+            jnp.stack([layer["kernel"]["weights"][...] for layer in layers])
+            if i
+            else layers["kernel"]["weights"][...]
+            for i, layers in enumerate(
+                (slopes[0]["layers"], [slopes[1]["layers"][j] for j in range(3)])
+            )
+        ]
+        assert_close(kernels[0], kernels[1])
+        assert np.abs(kernels[0]).max() > 1e-2
+
+
 def test_separation_losses_leave_masked_memories_out():
     model = layer(kernel=True)
     mask = jnp.arange(S) < 4

@@ -422,6 +422,23 @@ def test_tables_are_utf8_in_any_locale(tmp_path):
     assert (tmp_path / "a.csv").read_bytes() == "°C\r\n1\r\n".encode()
 
 
+def test_nan_is_never_the_least():
+    rows = [
+        {"window": window, "loss": loss}
+        for window, losses in ((1, (np.nan, 1.0)), (2, (3.0, 4.0)), (3, (2.0, 4.0)))
+        for loss in losses
+    ]
+    for order in (rows, rows[::-1]):
+        assert {r["window"] for r in records.of_least(order, "window", "loss")} == {3}
+    assert records.of_least(rows[:1], "window", "loss") == rows[:1]
+    method = next(m for m in FAIR if m.name == "U-Hop")
+    entries = [Entry(method, f"N={n}", Dot()) for n in (1, 10)]
+    errors = np.asarray([[[np.nan, 5, 4], [3, np.nan, np.nan]]])
+    betas = np.tile([1.0, 2.0, 3.0], (2, 1))
+    assert best_entries(entries, errors, betas) == [(1, 1.0)]
+    assert best_entries(entries, errors + np.nan, betas)[0][0] in (0, 1)
+
+
 def test_pivot_shows_means_and_deviations():
     about = {"memories": 5, "corruption": "mask", "level": 0.5, "setting": ""}
     rows = [

@@ -75,13 +75,99 @@ print("equal")
 """
 
 
-def start(devices, total, **variables):
+# The same functions of a batch and of its halves, one on each device.
+HALVES = """
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
+import uhop_jax as uhop
+from uhop_jax import layers
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+rng = np.random.default_rng(0)
+def draw(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+memories, queries, bags = draw(7, 4), draw(4, 4), draw(4, 5, 8)
+sparse, kernel = uhop.Sparsemax(), uhop.LinearKernel(draw(5, 4))
+separations = [uhop.Softmax(), uhop.Softmax1(), sparse, uhop.Entmax(1.3),
+               uhop.Polynomial(4), uhop.TopK(3)]
+similarities = [uhop.Dot(kernel), uhop.Cosine(), uhop.NegativeSquaredL2(),
+                uhop.NegativeL2(), uhop.NegativeL1()]
+def layer(kind=layers.Hopfield, *sizes, **options):
+    return kind(*sizes or (8,), num_heads=2, rngs=nnx.Rngs(0), **options)
+modules = nnx.List([
+    layer(kernel=True), layer(separation=sparse, steps=2), layer(steps=None),
+    layer(separation=uhop.Entmax(1.5), learn_alpha=True, learn_beta=True),
+    layer(separation=uhop.TopK(2), bias_pattern=True, zero_memory=True),
+    layer(layers.HopfieldPooling, 8, 2, separation=sparse),
+    layer(layers.HopfieldLayer, 8, 6, separation=sparse),
+    layers.HopfieldAttention(2, 8, separation=sparse, rngs=nnx.Rngs(0)),
+])
+graph, parameters = nnx.split(modules)
+
+def results(memories, parameters, queries, bags):
+    for s in separations:
+        yield s(queries)
+        yield uhop.retrieve_streamed(
+            memories, queries, beta=2.0, separation=s, block=3, query_block=1, top=2)[0]
+    for s in similarities:
+        options = dict(beta=0.5, similarity=s)
+        yield uhop.converge(memories, queries, **options).pattern
+        yield uhop.retrieve_streamed(memories, queries, block=3, **options).state
+    yield uhop.trajectory(memories, queries, separation=sparse, **options).patterns
+    seen = queries > -0.5
+    yield uhop.retrieve(memories, queries, observed=seen, **options).state
+    for module in nnx.merge(graph, parameters):
+        yield module(bags)
+
+def few(memories, parameters, queries, bags):
+    options = dict(beta=2.0, similarity=uhop.NegativeL1())
+    yield uhop.converge(memories, queries, separation=sparse, **options).pattern
+    yield uhop.retrieve_streamed(
+        memories, queries, separation=uhop.Entmax(1.3), block=3, **options).state
+    yield uhop.TopK(2)(queries)
+    yield nnx.merge(graph, parameters)[3](bags)
+
+def fits(sets):
+    fitted = [uhop.fit_sgd(sets, rate=0.1, steps=2, path=path, snapshots=(1,)).loss
+              for path in ("weights", "gram")]
+    annealed = uhop.fit_annealed(jax.random.key(0), sets, steps=2, restarts=2)
+    return *fitted, annealed.loss, uhop.separation_loss(sets, normalize=False)
+
+def slopes_of(results):
+    def losses(memories, parameters, queries, bags):
+        found = list(results(memories, parameters, queries, bags))
+        return sum((x**2).mean() for x in found), found
+    return jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)
+
+def halves_of(results):
+    def averaged(memories, parameters, *batch):
+        replicated = jax.lax.pcast((memories, parameters), "data", to="varying")
+        (loss, found), slope = slopes_of(results)(*replicated, *batch)
+        return jax.lax.pmean((loss, slope), "data"), found
+    return jax.shard_map(
+        averaged, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")),
+        out_specs=((P(), P()), P("data")))
+
+arguments = memories, parameters, queries, bags
+jax.eval_shape(halves_of(results), *arguments)  # what JAX refuses, it refuses here
+split = dict(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+jax.eval_shape(jax.shard_map(fits, **split), bags)
+(loss, found), slope = jax.jit(slopes_of(few))(*arguments)
+whole = (loss, slope), found
+parts = jax.jit(halves_of(few))(*arguments)
+for part, whole in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)
+print("equal")
+"""
+
+
+def start(devices, total, work=WORK, **variables):
     variables |= {
         "XLA_FLAGS": f"{FAST} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", WORK, str(total)],
+        [sys.executable, "-c", work, str(total)],
         env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -117,6 +203,12 @@ def test_two_processes_equal_one():
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_inside_of_shard_map_halves_equal_the_whole():
+    process = start(2, 2, HALVES)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "equal" in output, output[-3000:]
 
 
 def test_what_cannot_be_split_is_refused(untyped):

@@ -75,7 +75,8 @@ def naive_loss(features, t, *, kind, normalize, pairs):
         exponents.append(deep if kind == "deep" else -t * ((f - g) ** 2).sum())
     if kind == "maximum":
         return max(exponents)
-    return np.log(np.mean(np.exp(exponents)))
+    top = max(exponents)
+    return top + np.log(np.mean(np.exp(np.asarray(exponents) - top)))
 
 
 def naive_separation(features):
@@ -187,6 +188,28 @@ def test_average_loss_is_that_of_u_hop_plus(tau):
     cosines = (unit @ unit.T)[~np.eye(6, dtype=bool)]
     expected = np.log(np.mean(np.exp(cosines / tau))) - 1 / tau
     assert_close(separation_loss(features, t=1 / (2 * tau)), expected)
+
+
+FAR = {
+    "two": np.array([[512695.0], [512804.0]]),
+    "two groups": np.array([[0, 3], [1, 3], [10**4, 7], [10**4, 8.5]]),
+}
+
+
+@pytest.mark.parametrize("kind", ["average", "maximum"])
+@pytest.mark.parametrize("far", FAR.values(), ids=FAR)
+def test_distances_of_far_features_do_not_cancel(far, kind):
+    options, t = {"kind": kind, "normalize": False}, 2.0
+    features, d = jnp.asarray(far, jnp.float32), far.shape[1]
+    expected = naive_loss(far, t, pairs="distinct", **options)
+    assert_close(separation_loss(features, **options), expected)
+    expected = naive_loss(far, t * d, pairs="distinct", **options)  # W = sqrt(d) I
+    for path in ("weights", "gram"):
+        fitted = fit_sgd(features, rate=1e-9, steps=1, path=path, **options)
+        assert_close(fitted.loss[0], expected, floor=5e-3)  # features have rounded
+    if d == 1:
+        moved = 1e-9 * d * 2 * t * (far[1] - far[0]) ** 2
+        assert_close(fitted.kernel.weights, [1 + moved])
 
 
 def simplex(vertices):

@@ -779,3 +779,49 @@ def test_all_can_be_traced_and_single_precision_stays(dtype):
         gaussian(1, 9, 6).astype(dtype),
     )
     assert {r.dtype for r in results} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("similarity", BALL_SIMILARITIES[::2], ids=name)
+def test_bounds_have_the_slopes_of_finite_differences(similarity):
+    """Though each memory is at no distance of itself."""
+
+    @jax.jit
+    def statements(memories, beta, distance):
+        s, x = similarity, memories
+        slack = {"beta": beta, "separation": uj.Sparsemax(), "similarity": s}
+        found = (
+            theory.radius(x, similarity=s),
+            theory.pattern_separation(x, similarity=s),
+            theory.pattern_separation(x, similarity=s, distance=distance),
+            theory.error_bound(x, beta=beta, similarity=s),
+            theory.error_bound(x, beta=beta, similarity=s, distance=distance),
+            theory.exact_retrieval_slack(x, distance=distance, **slack),
+            theory.weight_error_bound(x, x[:, 0] ** 2),
+        )
+        return jnp.stack([part.sum() for part in found])
+
+    memories = gaussian(3, 4, 6) / 2
+    point = memories, jnp.asarray(1.5), jnp.asarray(0.1)
+    slopes_at = jax.jit(jax.jacrev(statements, argnums=(0, 1, 2)))
+    for slope in slopes_at(memories.at[2].set(0.0), *point[1:]):
+        assert np.isfinite(slope).all()
+    along = gaussian(4, 4, 6), jnp.asarray(0.4), jnp.asarray(0.03)
+    up, down = (
+        statements(*(x + step * d for x, d in zip(point, along, strict=True)))
+        for step in (1e-6, -1e-6)
+    )
+    slopes = sum(
+        np.tensordot(x, d, np.ndim(d))
+        for x, d in zip(slopes_at(*point), along, strict=True)
+    )
+    assert_close(slopes, (up - down) / 2e-6, floor=1e-6)
+    assert (abs(slopes) > 1e-3).all()
+
+
+def test_what_is_exact_at_any_distance_has_no_slope_in_beta():
+    def needed(beta):
+        return theory.exact_retrieval_distance(
+            None, beta=beta, separation=uj.TopK(1)
+        ).sufficient
+
+    assert needed(2.0) == 0 == jax.grad(needed)(2.0)

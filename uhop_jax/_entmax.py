@@ -30,6 +30,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from uhop_jax._pytree import varying_alike
+
 # From this length on, the root is first bounded on the maxima of blocks of the row.
 _BLOCKED_LENGTH = 2048
 _BLOCKS = 256
@@ -166,8 +168,13 @@ def find_root(
         _, active, step = carry
         return jnp.any(active) & (step < _MAX_STEPS)
 
-    active = jnp.asarray(active) & (e_rows <= 1)
-    return repeat(unfinished, body, (start, active, 0))[0]
+    active = jnp.full_like(start, True, bool) & active & (e_rows <= 1)
+    return repeat(unfinished, body, (start, active, _no_steps(start)))[0]
+
+
+def _no_steps(start: Array) -> Array:
+    """A counter that may differ from row to row, as `start` does."""
+    return jnp.full_like(start, 0, jnp.int32, shape=())
 
 
 @jax.jit  # for callers that loop in Python
@@ -286,7 +293,7 @@ def smallest_weight(sums, count: Array, length: int | Array, e: Array, repeat) -
         return jnp.any(active) & (step < _MAX_STEPS)
 
     active = (e > 1) & (count > 0)
-    return repeat(unfinished, body, (start, active, 0))[0]
+    return repeat(unfinished, body, (start, active, _no_steps(start)))[0]
 
 
 @jax.jit
@@ -351,7 +358,7 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
 
     `power` fixes the arithmetic; None chooses it when the value of `alpha` is known.
     """
-    e = (alpha - 1).astype(z.dtype)
+    z, e = varying_alike((z, (alpha - 1).astype(z.dtype)))
     if z.shape[-1] == 0:
         return z
     mode = run_time_power(e) if power is None else power
@@ -407,7 +414,7 @@ def _entmax_tangent(
         least = lax.cond(
             jnp.any(e > 1),
             lambda: jnp.argmax(slope, axis=-1, keepdims=True).astype(jnp.int32),
-            lambda: jnp.full((*p.shape[:-1], 1), -1, jnp.int32),
+            lambda: jnp.full_like(p, -1, jnp.int32, shape=(*p.shape[:-1], 1)),
         )
         index = lax.broadcasted_iota(jnp.int32, p.shape, p.ndim - 1)
         chosen = (index == least) & (e > 1)

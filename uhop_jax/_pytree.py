@@ -1,10 +1,14 @@
-"""Frozen dataclasses as pytrees: behaviour is the type, numbers are leaves."""
+"""Frozen dataclasses as pytrees, and pytrees inside of `jax.shard_map`.
+
+Of a frozen dataclass behaviour is the type, and numbers are leaves.
+"""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 
 T = TypeVar("T")
 
@@ -46,3 +50,22 @@ def frozen_pytree(cls: type[T]) -> type[T]:
         frozen, flatten_with_keys, unflatten, flatten
     )
     return frozen
+
+
+def varying_alike(tree: T) -> T:
+    """The tree, whose leaves inside of `jax.shard_map` vary over the same mesh axes.
+
+    There the carry of a loop has to vary from the start over whatever the loop adds to
+    it. Begin a carry with `jnp.full_like` of a leaf, not with a constant.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    zero = sum(jnp.full_like(x, 0, jnp.int32, shape=()) for x in leaves)
+    return jax.tree.unflatten(
+        structure,
+        [
+            x ^ (zero > 0) if x.dtype == jnp.bool_ else x + zero.astype(x.dtype)
+            for x in map(jnp.asarray, leaves)
+        ],
+    )

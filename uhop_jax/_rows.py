@@ -23,6 +23,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import weigh
+from uhop_jax._pytree import varying_alike
 from uhop_jax.kernels import Kernel
 from uhop_jax.separation import Separation, check_separation
 from uhop_jax.similarity import Similarity, check_observed, check_patterns
@@ -91,7 +92,7 @@ def model_of(
     check_finite("memories", memories, used)
     check_finite("query", query, observed)
     separation = jax.tree.map(jnp.asarray, separation)
-    return Model(
+    model = Model(
         memories.astype(dtype),
         query.astype(dtype),
         values,
@@ -101,6 +102,7 @@ def model_of(
         separation,
         similarity,
     )
+    return varying_alike(model)
 
 
 def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:

@@ -528,7 +528,8 @@ def _first_of_least(
         found.append(float(jnp.stack(errors).mean()))
         if found[-1] <= negligible:  # no other has less
             break
-    return int(np.argmax(np.asarray(found) <= min(found) + negligible))
+    errors = np.where(np.isnan(found), np.inf, found)
+    return int(np.argmax(errors <= errors.min() + negligible))
 
 
 def overlaps_of(

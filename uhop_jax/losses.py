@@ -1,11 +1,13 @@
 r"""Separation losses: how close the features of a memory set are to one another.
 
-They look at the features :math:`F = \Xi W^T` only through their Gram matrix, so nothing
-here builds an `(M, M, D)` array.
+They look at the features :math:`F = \Xi W^T` only through their Gram matrix, or their
+distances where features keep their lengths, so nothing here builds an `(M, M, D)`
+array.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
@@ -21,6 +23,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import gram_matrix
+from uhop_jax.similarity import NegativeSquaredL2
 
 LOSSES = ("average", "maximum", "deep")
 PAIRS = ("distinct", "all")
@@ -72,10 +75,12 @@ def separation_loss(
         where = as_boolean("where", where, "true for valid patterns")
         where = broadcast_rows("where", where, features.shape[:-1])
         features = jnp.where(where[..., None], features, 0.0)
+    loss = Loss(kind, normalize, pairs)
+    if loss.of_distances:
+        return loss_of_distances(squared_distances(features), loss, t, where)
     if normalize:
         features = scaled_rows(features)
-    gram = gram_matrix(features)
-    return loss_of_gram(gram, Loss(kind, normalize, pairs), t, where)
+    return loss_of_gram(gram_matrix(features), loss, t, where)
 
 
 def least_separation_loss(
@@ -168,6 +173,18 @@ class Loss(NamedTuple):
     normalize: bool
     pairs: str
 
+    @property
+    def of_distances(self) -> bool:
+        """Whether the loss is one of distances, wherever the origin of features is."""
+        return not self.normalize and self.kind != "deep"
+
+
+def squared_distances(features: Array) -> Array:
+    """`(..., M, M)`, from differences, of which a Gram matrix would lose digits."""
+    if features.ndim > 2:
+        return jax.vmap(squared_distances)(features)
+    return -NegativeSquaredL2().compare(features, features)
+
 
 def _diagonal(gram: Array) -> Array:
     return jnp.diagonal(gram, axis1=-2, axis2=-1)
@@ -185,28 +202,38 @@ def loss_of_gram(
     gram: Array, loss: Loss, t: Array, where: Array | None = None
 ) -> Array:
     """`separation_loss`, from the `(..., M, M)` Gram matrix of the features."""
-    M = gram.shape[-1]
-    distinct = jnp.broadcast_to(~jnp.eye(M, dtype=bool), gram.shape)
-    counted = jnp.ones_like(distinct) if loss.pairs == "all" else distinct
-    if where is not None:
-        counted = counted & where[..., :, None] & where[..., None, :]
     if loss.normalize:
         gram = _on_sphere(gram)
     if loss.kind == "deep":
         exponent = 2 * t * (gram * gram - 1)
-    elif loss.normalize:
-        exponent = -2 * t * (1 - gram)
-        exponent = jnp.where(distinct, exponent, 0.0)
     else:
-        squared = _diagonal(gram)
-        distance = squared[..., :, None] + squared[..., None, :] - 2 * gram
-        exponent = -t * jnp.where(distinct, jnp.maximum(distance, 0.0), 0.0)
+        exponent = jnp.where(_distinct(gram), -2 * t * (1 - gram), 0.0)
+    return _over_pairs(exponent, loss, where)
+
+
+def loss_of_distances(
+    squared: Array, loss: Loss, t: Array, where: Array | None = None
+) -> Array:
+    """`separation_loss`, from the `(..., M, M)` squared distances of the features."""
+    return _over_pairs(-t * squared, loss, where)
+
+
+def _distinct(pairs: Array) -> Array:
+    return jnp.broadcast_to(~jnp.eye(pairs.shape[-1], dtype=bool), pairs.shape)
+
+
+def _over_pairs(exponent: Array, loss: Loss, where: Array | None) -> Array:
+    """The largest exponent `(..., M, M)`, or the logarithm of the mean exponential."""
+    distinct = _distinct(exponent)
+    counted = jnp.ones_like(distinct) if loss.pairs == "all" else distinct
+    if where is not None:
+        counted = counted & where[..., :, None] & where[..., None, :]
     exponent = jnp.where(counted, exponent, -jnp.inf)
     if loss.kind == "maximum":
         exponent = jnp.where(distinct, exponent, -jnp.inf)
         # Not `max`, whose slope compares values that XLA may have computed twice, to
         # different roundings: then no entry is the largest, and the slope is zero.
-        flat = exponent.reshape(*exponent.shape[:-2], M * M)
+        flat = exponent.reshape(*exponent.shape[:-2], -1)
         index = lax.stop_gradient(flat).argmax(-1, keepdims=True)
         top = jnp.take_along_axis(flat, index, axis=-1)[..., 0]
         return jnp.where(jnp.isfinite(top), top, 0.0)
@@ -220,8 +247,5 @@ def loss_of_gram(
 
 def delta_min_of_gram(gram: Array) -> Array:
     """`smallest_separation`, from the `(..., M, M)` Gram matrix of the features."""
-    M = gram.shape[-1]
-    cosines = jnp.where(
-        jnp.broadcast_to(jnp.eye(M, dtype=bool), gram.shape), -jnp.inf, _on_sphere(gram)
-    )
+    cosines = jnp.where(_distinct(gram), _on_sphere(gram), -jnp.inf)
     return 1 - cosines.max((-2, -1))

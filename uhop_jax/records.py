@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,12 @@ def curves(
 def of_least(rows: Sequence[Mapping[str, Any]], by: str, value: str) -> list:
     """The records of the group, by a column, whose mean `value` is least."""
     groups = grouped(rows, (by,)).values()
-    return min(groups, key=lambda ours: float(np.mean([row[value] for row in ours])))
+    return min(groups, key=lambda ours: ranked(np.mean([row[value] for row in ours])))
+
+
+def ranked(error: float | np.floating) -> float:
+    """An error as it is compared with others: no error is larger than NaN."""
+    return math.inf if np.isnan(error) else float(error)
 
 
 def pivot(rows: Sequence[Mapping[str, Any]], value: str) -> str:

@@ -40,6 +40,7 @@ from uhop_jax._checks import (
     check_count,
     working_dtype,
 )
+from uhop_jax._fixed_point import fixed_point
 from uhop_jax._rows import Model, Row, model_of, over_rows
 from uhop_jax.separation import Separation, Softmax, check_separation
 from uhop_jax.similarity import (
@@ -361,15 +362,8 @@ def _converge(model: Model, max_steps: int, tolerance: ArrayLike) -> Convergence
     known = has_energy(model.separation, model.similarity)
 
     def run(row: Row) -> Convergence:
-        def residual(y: Array) -> Array:
-            return row.update(y) - y
-
-        y, (steps, converged) = lax.custom_root(
-            residual,
-            row.start(),
-            functools.partial(_iterate, max_steps - 1, tolerance),
-            _solve_linear,
-            has_aux=True,
+        y, steps, converged = fixed_point(
+            row.update, row.start(), max_steps - 1, tolerance
         )
         pattern, weights = row.read_out(y)
         features = row.update(y)
@@ -378,41 +372,8 @@ def _converge(model: Model, max_steps: int, tolerance: ArrayLike) -> Convergence
             weights,
             features,
             row.energy(features) if known else None,
-            steps.astype(jnp.int32) + 1,
-            converged > 0,
+            steps + 1,
+            converged,
         )
 
     return over_rows(model, run)
-
-
-def _iterate(cap: int, tolerance: ArrayLike, residual, y: Array):
-    """Adds the residual until it is small: plain fixed-point iteration."""
-
-    def unfinished(carry):
-        _, steps, converged = carry
-        return ~converged & (steps < cap)
-
-    def body(carry):
-        y, steps, _ = carry
-        move = residual(y)
-        new = y + move
-        scale = jnp.max(jnp.abs(new), initial=0.0)
-        small = jnp.max(jnp.abs(move), initial=0.0) <= tolerance * scale
-        return new, steps + 1, small
-
-    y, steps, converged = lax.while_loop(
-        unfinished, body, (y, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool_))
-    )
-    # custom_root differentiates what comes beside the root: only floats have tangents.
-    return y, (steps.astype(y.dtype), converged.astype(y.dtype))
-
-
-def _solve_linear(linear, right: Array) -> Array:
-    """Solves the tangent system of a fixed point without forming its matrix."""
-    tolerance = 4 * float(jnp.finfo(right.dtype).eps)
-
-    def solve(matvec, right):
-        solver = jax.scipy.sparse.linalg.bicgstab
-        return solver(matvec, right, tol=tolerance, maxiter=200)[0]
-
-    return lax.custom_linear_solve(linear, right, solve, transpose_solve=solve)

@@ -549,7 +549,8 @@ def _kth_largest(z: Array, k: int) -> Array:
         count = (keys >= candidate).sum(-1, keepdims=True, dtype=jnp.int32)
         return jnp.where(count >= k, candidate, prefix)
 
-    key = lax.fori_loop(0, bits, body, jnp.zeros((*keys.shape[:-1], 1), unsigned))
+    start = jnp.full_like(keys, 0, shape=(*keys.shape[:-1], 1))
+    key = lax.fori_loop(0, bits, body, start)
     return from_ordered(key)
 
 

@@ -30,7 +30,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import contract, shifted, weigh
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import frozen_pytree, varying_alike
 from uhop_jax.kernels import Kernel
 
 COMPONENTS = 16  # of patterns, which distances sum at a time
@@ -279,7 +279,7 @@ def _restricted(keys: Array, state: Array, restrict: Any) -> tuple[Array, Array,
     keys, state = keys.astype(dtype), state.astype(dtype)
     if restrict is not None:
         restrict = jnp.broadcast_to(restrict, state.shape).astype(dtype)
-    return keys, state, restrict
+    return varying_alike((keys, state, restrict))
 
 
 def _sum_over_components(
@@ -290,24 +290,25 @@ def _sum_over_components(
     A few components at a time: the differences `(..., M, D)` are never stored, and
     vector units work along the memories.
     """
-    size = min(COMPONENTS, keys.shape[-1])
+    size = max(min(COMPONENTS, keys.shape[-1]), 1)
+    groups = -(-keys.shape[-1] // size)
 
-    def in_groups(x: Array) -> Array:  # (..., D) -> (D / size, size, ...)
-        missing = -x.shape[-1] % size
+    def in_groups(x: Array) -> Array:  # (..., D) -> (groups, size, ...)
+        missing = groups * size - x.shape[-1]
         x = jnp.pad(x, (*(((0, 0),) * (x.ndim - 1)), (0, missing)))
-        return jnp.moveaxis(x, -1, 0).reshape(-1, size, *x.shape[:-1])
+        return jnp.moveaxis(x, -1, 0).reshape(groups, size, *x.shape[:-1])
 
     @jax.checkpoint
     def add(total: Array, group: tuple[Array, Array, Any]) -> tuple[Array, None]:
         key, at, weight = group
-        key = key.reshape(size, *(1,) * (state.ndim - 1), -1)
+        key = key.reshape(size, *(1,) * (state.ndim - 1), keys.shape[0])
         part = jnp.zeros_like(total)
         for j in range(size):
             one = term(at[j][..., None] - key[j])
             part = part + (one if weight is None else one * weight[j][..., None])
         return total + part, None
 
-    total = jnp.zeros((*state.shape[:-1], keys.shape[0]), state.dtype)
+    total = jnp.full_like(state, 0, shape=(*state.shape[:-1], keys.shape[0]))
     return jax.lax.scan(add, total, jax.tree.map(in_groups, (keys, state, seen)))[0]
 
 

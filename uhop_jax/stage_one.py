@@ -39,14 +39,17 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import contract, gram_matrix
+from uhop_jax._pytree import varying_alike
 from uhop_jax.kernels import LinearKernel, LowRankKernel
 from uhop_jax.losses import (
     LOSSES,
     PAIRS,
     Loss,
     delta_min_of_gram,
+    loss_of_distances,
     loss_of_gram,
     scaled_rows,
+    squared_distances,
 )
 
 Fitted = LinearKernel | LowRankKernel
@@ -280,6 +283,7 @@ def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
 
 def _over_sets(run, memories: Array, start: Fitted, *rest: Any) -> StageOne:
     """Calls `run(memories, start, *rest)`, mapped over the axes of memory sets."""
+    memories, start, *rest = varying_alike((memories, start, *rest))
     axes = (0, 0 if start.set_axes else None, *(None for _ in rest))
     for _ in memories.shape[:-2]:
         run = jax.vmap(run, in_axes=axes)
@@ -319,7 +323,7 @@ def _fit_weights(
         return (optax.apply_updates(weights, updates), state, slots), history
 
     weights, order = start.weights, jnp.sort(marks)
-    slots = jnp.zeros((kept, *weights.shape), weights.dtype)
+    slots = jnp.full_like(weights, 0, shape=(kept, *weights.shape))
     carry = (weights, optimizer.init(weights), slots)
     (weights, _, slots), history = lax.scan(body, carry, jnp.arange(steps))
     slots = _record(slots, order, steps, weights)[jnp.searchsorted(order, marks)]
@@ -357,26 +361,42 @@ def _fit_gram(
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     if loss.normalize:  # the loss as a function of W is the same
         memories = scaled_rows(memories)
+    given, center = memories, memories.mean(0, keepdims=True)
+    if loss.of_distances:  # so it is about any origin
+        memories = memories - center
     first = start.memory_features(memories)
-    A, G = gram_matrix(first), gram_matrix(memories)
+    G = gram_matrix(memories)
     identity = jnp.eye(G.shape[-1], dtype=G.dtype)
+    if loss.of_distances:
+        # Coordinates of the first features and of the center, no more than there are.
+        both = jnp.concatenate([first, start.memory_features(center)])
+        both = jnp.linalg.qr(both.T, mode="r").T
+        along = contract(memories, center)
+    else:
+        A = gram_matrix(first)
 
-    def gram(B: Array) -> tuple[Array, Array]:
+    def judged(B: Array) -> tuple[tuple[Array, Array], Array]:
         E = identity - product(B, G)
-        return E, product(E.T, product(A, E))
+        if not loss.of_distances:
+            Q = product(E.T, product(A, E))
+            value, slope = _loss_and_slope(loss, t, Q)
+            return (value, delta_min_of_gram(Q)), product(E, slope)
+        features = product(E.T, both[:-1])
+        value, slope = _loss_and_slope(loss, t, features)
+        middle = both[-1:] - product(product(B, along).T, both[:-1])
+        whole = gram_matrix(features + middle)
+        return (value, delta_min_of_gram(whole)), product(E, slope)
 
     def body(carry, inputs):
         B, velocity, slots = carry
         rate, step = inputs
         slots = _record(slots, order, step, B)
-        E, Q = gram(B)
-        value, slope = jax.value_and_grad(loss_of_gram)(Q, loss, t)
-        velocity = momentum * velocity + product(E, slope + slope.T)
-        history = value, delta_min_of_gram(Q)
+        history, slope = judged(B)
+        velocity = momentum * velocity + slope
         return (B + rate * velocity, velocity, slots), history
 
     zero, order = jnp.zeros_like(G), jnp.sort(marks)
-    carry = (zero, zero, jnp.zeros((kept, *zero.shape), zero.dtype))
+    carry = (zero, zero, jnp.full_like(zero, 0, shape=(kept, *zero.shape)))
     (B, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
     slots = _record(slots, order, steps, B)[jnp.searchsorted(order, marks)]
 
@@ -392,10 +412,9 @@ def _fit_gram(
     snapshots = lax.map(kernel, slots) if kept else None
     fitted = kernel(B)
     if normalize_rows:  # of W itself, which its Gram matrix does not show
-        last = descend(memories, fitted.weights, loss, t)[0]
+        last = descend(given, fitted.weights, loss, t)[0]
     else:
-        Q = gram(B)[1]
-        last = loss_of_gram(Q, loss, t), delta_min_of_gram(Q)
+        last = judged(B)[0]
     return _result(fitted, snapshots, history, last)
 
 
@@ -406,9 +425,27 @@ def descend(
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     features = contract(memories, weights)
     gram = gram_matrix(features)
-    value, slope = jax.value_and_grad(loss_of_gram)(gram, loss, t)
-    gradient = product(product(slope + slope.T, features).T, memories)
-    return (value, delta_min_of_gram(gram)), gradient
+    delta = delta_min_of_gram(gram)
+    if loss.of_distances:  # the same about any origin, and fewer digits cancel
+        memories = memories - memories.mean(0, keepdims=True)
+        features = contract(memories, weights)
+    value, slope = _loss_and_slope(loss, t, features if loss.of_distances else gram)
+    gradient = product(product(slope, features).T, memories)
+    return (value, delta), gradient
+
+
+def _loss_and_slope(loss: Loss, t: Array, x: Array) -> tuple[Array, Array]:
+    """The loss, and twice the symmetric part of its slope in the Gram matrix.
+
+    Of the features `x (M, D)` for a loss of distances, else of their Gram matrix `x`.
+    """
+    if not loss.of_distances:
+        value, slope = jax.value_and_grad(loss_of_gram)(x, loss, t)
+        return value, slope + slope.T
+    squared = squared_distances(x)
+    value, slope = jax.value_and_grad(loss_of_distances)(squared, loss, t)
+    slope = slope + slope.T
+    return value, 2 * (jnp.diag(slope.sum(0)) - slope)
 
 
 def _record(slots: Array, order: Array, step: ArrayLike, value: Array) -> Array:
@@ -434,5 +471,5 @@ def _result(
 
 
 def _unit_rows(weights: Array) -> Array:
-    norm = jnp.sqrt((weights * weights).sum(-1, keepdims=True))
-    return weights / jnp.where(norm == 0, 1.0, norm)
+    squared = (weights * weights).sum(-1, keepdims=True)
+    return weights / jnp.sqrt(jnp.where(squared == 0, 1.0, squared))

@@ -20,6 +20,7 @@ from uhop_jax._checks import (
     check_memory_set,
     working_dtype,
 )
+from uhop_jax._pytree import varying_alike
 from uhop_jax.kernels import LinearKernel
 from uhop_jax.losses import Loss, scaled_rows
 from uhop_jax.stage_one import StageOne, descend
@@ -125,7 +126,7 @@ def _fit_annealed(
             return (_unit(weights), state, best, best_delta), (value, delta)
 
         weights = _unit(weights)
-        worst = jnp.asarray(-jnp.inf, ts.dtype)
+        worst = jnp.full_like(weights, -jnp.inf, shape=())
         carry = (weights, optimizer.init(weights), weights, worst)
         (weights, _, best, best_delta), history = lax.scan(
             body, carry, (ts[:-1], rates)
@@ -143,6 +144,7 @@ def _fit_annealed(
         return weights / jnp.sqrt(jnp.mean(weights * weights))
 
     starts = jax.vmap(start)(keys, jnp.arange(keys.shape[0]))
+    memories, starts, ts, rates = varying_alike((memories, starts, ts, rates))
     best, losses, deltas = jax.vmap(run)(starts)
     winner = jnp.argmax(deltas.max(-1))
     weights = jnp.matmul(best[winner], basis.T, precision=lax.Precision.HIGHEST)

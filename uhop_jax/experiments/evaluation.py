@@ -149,6 +149,7 @@ def best_entries(
       every_setting: keep every kernel of a family, not the best alone.
     """
     mean = errors.mean(0)
+    mean = np.where(np.isnan(mean), np.inf, mean)
     families: dict[object, list[int]] = {}
     for index, entry in enumerate(entries):
         key = index if every_setting else entry.method.name
@@ -214,7 +215,8 @@ def _separations(grams: Array, t: Array) -> tuple[Array, Array]:
 def _middle_of_least(errors: np.ndarray, places: np.ndarray, scale: np.ndarray) -> int:
     """Of places whose errors are the least to rounding at a scale, the middle one."""
     order = np.argsort(places)
-    slack = 1e-6 * (1e-6 + np.median(scale))
+    finite = scale[np.isfinite(scale)]
+    slack = 1e-6 * (1e-6 + (np.median(finite) if finite.size else 0.0))
     equal = [i for i in order if errors[i] <= errors.min() + slack]
     return int(equal[len(equal) // 2])
 

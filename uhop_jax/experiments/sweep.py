@@ -503,7 +503,7 @@ def grid_report(rows: Sequence[Mapping[str, Any]]) -> str:
         limit = means.pop(LIMIT, math.nan)
         line = [Cell(*cell).title]
         for names in (fixed & means.keys(), means):
-            best = min(names, key=lambda name: means[name], default="")
+            best = min(names, key=lambda name: records.ranked(means[name]), default="")
             line.append(f"{best} {means[best]:.3g}" if best else "-")
         chosen = Counter(r["setting"] for r in ours if r["method"] == CALIBRATED)
         line += [f"{means.get(CALIBRATED, math.nan):.3g}", f"{limit:.3g}"]

@@ -160,7 +160,8 @@ def separation_losses(
     for node in modules_of(model):
         node.separation_record = SeparationRecord((), kind=kind, t=t, through=through)
     model(*inputs, **options)
-    records = nnx.to_flat_state(nnx.state(model, SeparationRecord))
+    records = [x for x in nnx.iter_graph(model) if isinstance(x[1], SeparationRecord)]
+    records.sort(key=lambda x: [(isinstance(key, str), key) for key in x[0]])
     calls = [jax.tree.leaves(record) for _, record in records]
     losses = [x.reshape(-1) for numbers in calls for x in numbers[::2]]
     gaps = [x.reshape(-1) for numbers in calls for x in numbers[1::2]]

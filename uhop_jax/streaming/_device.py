@@ -14,6 +14,7 @@ from uhop_jax._checks import (
     check_finite,
 )
 from uhop_jax._products import weigh
+from uhop_jax._pytree import varying_alike
 from uhop_jax.separation import (
     Entmax,
     Sparsemax,
@@ -73,7 +74,7 @@ class Stored(NamedTuple):
         return self.memories.shape[0]
 
     def run(self, plan: Plan, model: Model, query: Array) -> tuple[Array, ...]:
-        return _run_on_device(plan, model, query, self)
+        return _run_on_device(plan, *varying_alike((model, query, self)))
 
 
 @functools.partial(jax.jit, static_argnames="plan")

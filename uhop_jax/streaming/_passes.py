@@ -137,8 +137,8 @@ def average(
     separation = model.separation
     if isinstance(separation, TopK):
         return _average_of_largest(driver, model, y, update)
-    zero = jnp.zeros(y.shape[:1], y.dtype)
-    out = jnp.zeros((y.shape[0], driver.width(y, update)), y.dtype)
+    zero = jnp.full_like(y, 0, shape=y.shape[:1])
+    out = jnp.full_like(y, 0, shape=(y.shape[0], driver.width(y, update)))
     if isinstance(separation, Sparsemax | Entmax):
         out, total, threshold = _entmax_sums(driver, model, y, (out, zero), update)
         return out / _safe(total)[:, None], threshold
@@ -224,7 +224,7 @@ def _entmax_sums(
     driver: Any, model: Model, y: Array, start: tuple[Array, Array], update: bool
 ) -> tuple[Array, Array, Threshold]:
     """Sums of the weights and of what they average, and the threshold."""
-    none = jnp.full((y.shape[0], driver.groups), -jnp.inf, y.dtype)
+    none = jnp.full_like(y, -jnp.inf, shape=(y.shape[0], driver.groups))
     largest = driver.fold(_two_largest, model, y, (), (none, none), False)
     top, e, lower, likely, guess = _lower_bound(model, *largest)
     limit = _entmax.tolerance(driver.count, y.dtype)
@@ -471,8 +471,8 @@ def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool
 
 def _largest(driver: Any, model: Model, y: Array, k: int) -> tuple[Array, Array]:
     """The `k` largest overlaps of each query and their memories; ties to the lower."""
-    best = jnp.full((y.shape[0], k), -jnp.inf, y.dtype)
-    index = jnp.zeros((y.shape[0], k), jnp.int32)
+    best = jnp.full_like(y, -jnp.inf, shape=(y.shape[0], k))
+    index = jnp.full_like(y, 0, jnp.int32, shape=(y.shape[0], k))
     return driver.fold(_merge, model, y, (), (best, index), False)
 
 

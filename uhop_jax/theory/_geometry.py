@@ -16,6 +16,7 @@ from uhop_jax.separation import Separation, check_separation
 from uhop_jax.similarity import (
     Cosine,
     Dot,
+    NegativeL2,
     NegativeSquaredL2,
     Similarity,
     check_patterns,
@@ -56,14 +57,15 @@ def ball_separation(geometry: Geometry, reach: ArrayLike) -> Array:
 
 def pairwise_distances(keys: Array) -> Array:
     """From differences, not from the Gram matrix; less than rounding is zero."""
-    distances = jnp.sqrt(-NegativeSquaredL2()(keys, keys))
+    distances = -NegativeL2()(keys, keys)
     rounding = 8 * float(jnp.finfo(keys.dtype).eps) * largest_norm(keys)
     return jnp.where(distances <= rounding, 0.0, distances)
 
 
 @jax.jit
 def largest_norm(x: Array) -> Array:
-    return jnp.linalg.norm(x, axis=-1).max()
+    squared = (x * x).sum(-1).max()  # not of norms: that of zero has no slope
+    return jnp.where(squared == 0, 0.0, jnp.sqrt(jnp.where(squared == 0, 1.0, squared)))
 
 
 def divide(a: Array, b: Array, empty: float = jnp.inf) -> Array:

@@ -297,7 +297,9 @@ def exact_retrieval_distance(
         lower = jnp.where(active.all(), lower, 0.0)
         upper = values[0]
     beta = as_scalar("beta", beta, lower.dtype)
-    need = jnp.sqrt(2 * jnp.asarray(margin_of(separation)).astype(lower.dtype) / beta)
+    margin = jnp.asarray(margin_of(separation)).astype(lower.dtype)
+    need = jnp.sqrt(jnp.where(margin == 0, 1.0, 2 * margin / beta))
+    need = jnp.where(margin == 0, 0.0, need)  # which has a slope in beta
     return ExactDistance(*(divide(need, constant) for constant in (lower, upper)))
 
 

@@ -413,15 +413,18 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def best_epoch(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> int:
     """Number of the best epoch of the task, from 1, by the mean over seeds.
 
-    A value that is not finite is never the best; 0 if there is no epoch.
+    Of equal ones the latest, whose checkpoint is kept. A value that is not finite is
+    never the best, unless all are alike; 0 if there is no epoch.
     """
+    scores = _scores(rows, metric, least)
+    return len(scores) - int(scores[::-1].argmax()) if len(scores) else 0
+
+
+def _scores(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> np.ndarray:
+    """The metric of each epoch of the task, its sign such that larger is better."""
     epochs = records.grouped([r for r in rows if r["phase"] == "task"], ("epoch",))
     values = np.array([_means(ours)[metric] for ours in epochs.values()])
-    if not len(values):
-        return 0
-    worst = np.inf if least else -np.inf
-    values = np.where(np.isfinite(values), values, worst)
-    return 1 + int(values.argmin() if least else values.argmax())
+    return np.where(np.isfinite(values), -values if least else values, -np.inf)
 
 
 def _patience_is_over(
@@ -429,8 +432,8 @@ def _patience_is_over(
 ) -> bool:
     if goal.patience is None:
         return False
-    done = max((r["epoch"] for r in rows if r["phase"] == "task"), default=0)
-    return done - best_epoch(rows, metric, goal.least) >= goal.patience
+    scores = _scores(rows, metric, goal.least)
+    return len(scores) > 0 and len(scores) - 1 - int(scores.argmax()) >= goal.patience
 
 
 def _check_finite(
