@@ -313,3 +313,17 @@ def test_the_scatter_is_judged_in_the_design_of_the_paper(protocol, slope, verdi
         for name, sign in ((protocol, slope), ("fair", -1))
     }
     assert retrieval_claims.correlation(rows).verdict == verdict
+    within = [
+        {
+            "protocol": "paper",
+            "method": "U-Hop",
+            "run": run,
+            "loss": x,
+            "error": x + run,
+        }
+        for run in (0, 9)
+        for x in range(5)
+    ]
+    if protocol == "paper":  # lower together within each memory set
+        both = retrieval_claims.correlation(rows | {"within": within})
+        assert both.verdict == (verdicts.HOLDS if slope > 0 else verdicts.PARTLY)
