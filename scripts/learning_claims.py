@@ -105,8 +105,8 @@ def accuracy(data: str, model: str, column: int) -> Callable[[Results], Judged]:
 
     On CIFAR there is one memory, of weight 1 under any separation: the sparse model is
     the dense one, and is judged by its runs; where the paper has numbers of the two
-    that cannot be of one function, no run gives both. Tiny ImageNet has 20 of its 200 classes
-    here, on which accuracies are others: a gain there holds partly at most.
+    that cannot be of one function, no run gives both. Tiny ImageNet has 20 of its 200
+    classes here, with other accuracies: a gain there holds partly at most.
     """
     value, stated = (TRAINING, TEST)[column], paper.ACCURACIES[data, model]
     single = data.startswith("cifar")

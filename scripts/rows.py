@@ -140,7 +140,7 @@ def _retrieval() -> list[Claim]:
                 ),
                 retrieval.correlation,
                 "Spearman correlation over all runs of the paper's design, in which "
-                "half of the runs climb: holds from 0.7 on; else the correlation within "
+                "half of the runs climb: holds from 0.7 on; else the correlation in "
                 "a memory set, over the steps of the paper's rate, is asked as well, "
                 "and both readings decide, against it below 0.3; the fair reading, in "
                 "which no run climbs and each has its own best beta, stands beside",

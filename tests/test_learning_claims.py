@@ -90,7 +90,7 @@ def row_of(says):
 
 
 def test_a_study_that_stands_beside_caps_no_verdict():
-    claim = row_of("cifar10, MHM, test accuracy")
+    claim = row_of("CIFAR-10, MHM, test accuracy")
     results = {"cifar10_table": arms(**{"MHM": 0.51, RELEASED: 0.545})}
     assert claims.judged(claim, results).verdict == HOLDS
     capped = claim._replace(beside=())
@@ -174,7 +174,7 @@ def test_convergence_is_judged_by_the_curves():
 
 def test_curves_are_kept_of_the_epochs_of_the_task(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "RESULTS", tmp_path / "results")
-    run = tmp_path / "mhm_with_u_hop_reference_1000_images_patch_32"
+    run = tmp_path / files.directory_name(files.Cell(RELEASED, 1000, 32))
     run.mkdir()
     (tmp_path / "config.json").write_text('{"data": {"dir": "/x"}}')
     (tmp_path / "results.csv").write_text(
