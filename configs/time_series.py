@@ -105,7 +105,7 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.stage_one.loss = "average"  # or "maximum", "deep"
     config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
 
-    config.eval_only = False  # judge the best checkpoint
+    config.eval_only = False  # judge the best checkpoint by validation
     config.predict = ""  # a csv, to be continued by the best checkpoint
     config.distributed = False  # several hosts, by jax.distributed
 

@@ -107,8 +107,8 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
     config.stage_one.loss = "average"  # or "maximum", "deep"
     config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
 
-    config.eval_only = False  # judge the best checkpoint
-    config.predict = ""  # an image or a folder of them, for the best checkpoint
+    config.eval_only = False  # judge the last checkpoint, as the table does
+    config.predict = ""  # an image or a folder of them, for the last checkpoint
     config.distributed = False  # several processes: uhop_jax.command_line
 
     match variant:

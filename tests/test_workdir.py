@@ -74,7 +74,8 @@ def test_files_of_others_are_left_alone(tmp_path):
 def test_a_run_that_has_finished_nothing_binds_no_one(tmp_path):
     with pytest.raises(RuntimeError), claimed(tmp_path, config_of(), READ):
         (tmp_path / "checkpoints").mkdir()
-        raise RuntimeError
+        with claimed(tmp_path / "cell", config_of(), READ):  # as in a study
+            raise RuntimeError
     begun(tmp_path, seed=1)
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
     refused("config.seed=1, this one has 0", tmp_path)

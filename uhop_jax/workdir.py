@@ -216,9 +216,17 @@ def _record(workdir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _held(workdir: Path) -> Iterator[str]:
-    """Names of files, and of directories that are not empty; hidden ones aside."""
+    """Names of files and of directories with files; hidden ones aside.
+
+    What a run writes before it has finished anything does not count within directories.
+    """
     for path in workdir.iterdir():
-        if not path.name.startswith(".") and (path.is_file() or any(path.iterdir())):
+        if path.name.startswith("."):
+            continue
+        begun = (CONFIG, RECORD, LOCK)
+        if not path.is_dir() or any(
+            not file.is_dir() and file.name not in begun for file in path.rglob("*")
+        ):
             yield path.name
 
 

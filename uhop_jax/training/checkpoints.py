@@ -43,7 +43,7 @@ class Checkpoints:
     def __init__(self, directory: Path, *, read_only: bool = False):
         # Orbax tells every step, and of errors more than is raised here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self.directory = directory
+        self.directory, self._read_only = directory, read_only
         self._told = sys.unraisablehook
         if not read_only:
             sys.unraisablehook = self._tell
@@ -118,7 +118,7 @@ class Checkpoints:
         """
         with _writing(self.directory):
             self._manager.wait_until_finished()
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and not self._read_only:
                 for step in self._manager.all_steps():
                     _seal(self.directory / str(step))
 
@@ -130,7 +130,8 @@ class Checkpoints:
         """
         try:
             self.wait()
-            sys.unraisablehook = self._told
+            if sys.unraisablehook == self._tell:
+                sys.unraisablehook = self._told
         finally:
             with _writing(self.directory):
                 self._manager.close()

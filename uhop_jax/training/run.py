@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,9 +77,8 @@ def train(
     the validation or else the test split, and with `test_train` of the train split as
     `fit_`; the separation loss and its gap to `least_separation_loss`, means over the
     layers and the steps of Stage I), `curves.png`, TensorBoard events and checkpoints
-    into `workdir`. Interrupted by a signal, it saves
-    a checkpoint first; killed, it loses at most what came after the last one, and
-    computes that again, bit for bit.
+    into `workdir`. Interrupted by a signal, it saves a checkpoint first; killed, it
+    loses at most what came after the last one, and computes that again, bit for bit.
 
     Returns:
       The records of `metrics.csv`.
@@ -90,11 +89,24 @@ def train(
       FloatingPointError: if the loss is no longer finite; checkpoints stay.
     """
     check_count("epochs", goal.epochs, 1)
+    with closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
+        rows = _train(trainer, goal, workdir, checkpoints, options)
+    if jax.process_index() == 0:
+        _curves(workdir / "curves.png", rows, trainer, goal)
+    return rows
+
+
+def _train(
+    trainer: Trainer,
+    goal: Goal,
+    workdir: Path,
+    checkpoints: Checkpoints,
+    options: Options,
+) -> list[dict[str, Any]]:
     chief = jax.process_index() == 0
     path = workdir / "metrics.csv"
     rows = read_table(path, columns(trainer, goal))
     metric = f"{trainer.task.judge}_{goal.metric}"
-    checkpoints = Checkpoints(workdir / "checkpoints")
     state = trainer.init()
     step = checkpoints.latest() or 0
     if step:
@@ -144,9 +156,6 @@ def train(
     finally:
         progress.close()
         board.close()
-        checkpoints.close()
-    if chief:
-        _curves(workdir / "curves.png", rows, trainer, goal)
     return rows
 
 
@@ -165,16 +174,13 @@ def best_state(trainer: Trainer, goal: Goal, workdir: Path) -> tuple[int, TrainS
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=trainer.replicated),
         like,
     )
-    checkpoints = Checkpoints(directory, read_only=True)
-    try:
+    with closing(Checkpoints(directory, read_only=True)) as checkpoints:
         last = checkpoints.latest() or 0
         rows = [row for row in rows if row["step"] <= last]
         step = judged_step(trainer, goal, rows)
         if step is None:
             raise ValueError(f"no epoch in {workdir} is finished; train first")
         return step, checkpoints.restore(step, like)
-    finally:
-        checkpoints.close()
 
 
 def judged_epoch(
