@@ -179,7 +179,8 @@ class Forecasting(Application):
         for own in ("name", "split"):
             del options[own]
         directory = options.pop("dir") or None
-        options["columns"] = tuple(options["columns"])
+        for name_list in ("columns", "missing_values"):
+            options[name_list] = tuple(options[name_list])
         return data.series(name, directory=directory, **options)
 
     @functools.cached_property
@@ -394,6 +395,12 @@ class Forecasting(Application):
                 f"predict: a window takes {cell.window} rows, {self.config.predict} "
                 f"has {len(given.values)}"
             )
+        if not given.goes_on_like(series):
+            raise ValueError(
+                f"predict: the model has learned steps of {series.steps}, the rows of "
+                f"{self.config.predict} have steps of {given.steps}"
+            )
+        given = given._replace(step=series.step, calendar=series.calendar)
         windows = [splits.scaler.scaled(given.values[-cell.window :])]
         (ahead,) = self._forecasts(cell, trainer, state, windows)
         path = _file(directory, cell, "predictions.csv")

@@ -67,7 +67,7 @@ def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
     """
     dates = series.following(len(ahead))
     rows = [
-        {"date": date_text(date)}
+        {"date": date_text(date) + series.zone}
         | dict(zip(series.names, map(float, values), strict=True))
         for date, values in zip(dates, ahead, strict=True)
     ]
