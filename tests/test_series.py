@@ -516,6 +516,8 @@ def test_other_files(tmp_path):
     assert found.values[:, 0].tolist() == [1.5, 2.5, 3.5]
     path = write(tmp_path, "\ufeffdate\ta\n\n" + rows(DAYS)[7:].replace(",", "\t"))
     assert data.read_series(path).names == ("a",)
+    with pytest.raises(ValueError, match="holds 1 rows, a series needs at least 3"):
+        data.read_series(write(tmp_path, rows(GOOD[:1] * 4)), duplicates="first")
     path = write(tmp_path, rows(GOOD, (1, 2, 3, 4), (5, 5, 5, 5)))
     assert data.read_series(path, constant="keep").names == ("a", "b")
     with pytest.raises(ValueError, match="no column 'z' beside the dates; it has a, b"):

@@ -213,38 +213,38 @@ def read_series(
     table = read_table(path, _read(path))
     lines, first_column = table.lines, [row[0] for row in table.cells]
     wanted = table.columns(columns)
-    dates = parsed_dates(path, table.names[0], lines, first_column, date_format)
+    given = parsed_dates(path, table.names[0], lines, first_column, date_format)
     values = numbers(table, wanted, decimal, missing_values)
     names = [table.names[number] for number in wanted]
 
-    back = np.flatnonzero(np.diff(dates.utc) < 0 * SECOND)
+    back = np.flatnonzero(np.diff(given.utc) < 0 * SECOND)
     if back.size and unsorted == "error":
-        before, row = dates.local[back[0] : back[0] + 2]
+        before, row = given.local[back[0] : back[0] + 2]
         raise ValueError(
             f"{path}, line {lines[back[0] + 1]}: {date_text(row)} comes "
             f"after {date_text(before)}; unsorted='sort' sorts the rows"
         )
-    order = np.argsort(dates.utc, kind="stable")
-    dates, values, lines = dates.rows(order), values[order], lines[order]
+    order = np.argsort(given.utc, kind="stable")
+    given, values, lines = given.rows(order), values[order], lines[order]
 
-    again = np.flatnonzero(np.diff(dates.utc) == 0 * SECOND)
+    again = np.flatnonzero(np.diff(given.utc) == 0 * SECOND)
     if again.size and duplicates == "error":
         raise ValueError(
-            f"{path}, line {lines[again[0] + 1]}: {date_text(dates.local[again[0]])} "
+            f"{path}, line {lines[again[0] + 1]}: {date_text(given.local[again[0]])} "
             f"is there already, in line {lines[again[0]]}; duplicates='first' or "
             "'mean' makes one row of them"
         )
     if again.size:
-        _, first, counts = np.unique(dates.utc, return_index=True, return_counts=True)
-        dates = dates.rows(first)
+        _, first, counts = np.unique(given.utc, return_index=True, return_counts=True)
+        given = given.rows(first)
         if duplicates == "mean":
             values = np.add.reduceat(values, first) / counts[:, None]
         else:
             values = values[first]
         lines = lines[first]
-    zone, local, dates = str(dates.zones[-1]), dates.local, clock_of(dates)
-    if len(dates) < 3:
-        raise ValueError(f"{path} holds {len(dates)} rows, a series needs at least 3")
+    if len(lines) < 3:
+        raise ValueError(f"{path} holds {len(lines)} rows, a series needs at least 3")
+    local, dates = given.local, clock_of(given)
 
     absent = np.isnan(values)
     if absent.any() and missing == "error":
@@ -286,7 +286,7 @@ def read_series(
         values = values[:, ~flat]
     if not names:
         raise ValueError(f"{path} holds no column that varies")
-    return Series(values, tuple(names), dates, step, calendar, zone)
+    return Series(values, tuple(names), dates, step, calendar, str(given.zones[-1]))
 
 
 # Files

@@ -140,13 +140,13 @@ def numbers(
                 " says so; columns=(...) names the columns to read"
             )
         raise ValueError(f"{place(index)}: {cell!r} {why}")
-    values, *others = fitting.values()
-    for other in others:
-        if (different := (values != other) & ~np.isnan(values)).any():
+    values, *rest = fitting.values()
+    for second in rest:
+        if (different := (values != second) & ~np.isnan(values)).any():
             index = int(different.argmax())
             raise ValueError(
                 f"{place(index)}: {cells[index]!r} is {values[index]:.15g} or "
-                f"{other[index]:.15g}, and no cell of the file tells which; "
+                f"{second[index]:.15g}, and no cell of the file tells which; "
                 "decimal='point' or 'comma' does"
             )
     if np.isinf(values).any():
