@@ -12,7 +12,7 @@ from flax import nnx
 from PIL import Image
 from test_train_script import assert_same_run, records, script, state_of
 
-from uhop_jax import data, paper
+from uhop_jax import data, paper, plotting
 from uhop_jax.models import baselines
 from uhop_jax.training import ARMS, Trainer, best_state, train_and_evaluate
 from uhop_jax.training.forecasting import Forecasting
@@ -63,9 +63,19 @@ def path(tmp_path):
     return write(tmp_path / "mine.csv")
 
 
-def test_a_run_from_end_to_end(path, tmp_path, capsys):
-    run = tmp_path / "run"
-    train_and_evaluate(tiny(path), run)
+def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
+    run, titles = tmp_path / "run", []
+    panels = plotting.panels
+
+    def recorded(path, parts, *, title):
+        titles.append((path.name, title))
+        panels(path, parts, title=title)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plotting, "panels", recorded)
+        train_and_evaluate(tiny(path), run)
+    about = "mine.csv, horizon 4, window 12, MHM + U-Hop, seed 0"
+    assert titles == [("curves.png", about)]
     assert "paper's MSE" in capsys.readouterr().out
     names = {"checkpoints", "config.json", "curves.png", "metrics.csv", "results.csv"}
     names |= {"forecasts.png", "predictions.csv", "test.csv", "tensorboard"}

@@ -29,7 +29,7 @@ from uhop_jax.experiments.corruptions import KINDS, corruption_of
 from uhop_jax.experiments.evaluation import Entry, Queries, Scores
 from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, fit_kernels
 from uhop_jax.experiments.protocols import Protocol, check, protocol_of, resolve
-from uhop_jax.plotting import Panel
+from uhop_jax.plotting import Comparison, Panel
 
 BYTES = 6e8  # that one block of memory sets may take
 # Streams of random numbers.
@@ -133,7 +133,7 @@ class Experiment(NamedTuple):
 
     columns: Mapping[str, type]
     cell: Callable[[Study, Cell, Any], list[dict]]
-    figure: Callable[[Sequence[Mapping]], list[Panel]]
+    figure: Callable[[Sequence[Mapping]], list[Panel] | list[Comparison]]
     report: Callable[[Sequence[Mapping]], str]
     compare: bool = True
 
@@ -192,11 +192,9 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
                 records.write_csv(path, rows)
             bar.update()
     written = ["config.json", "results.csv", "figure.png"]
-    title = f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets"
-    parts = experiment.figure(rows)
+    title = title_of(config)
     spread = " (mean ± standard deviation)"
-    drawn = title if parts[0].points else title + spread
-    figures.save(workdir / "figure.png", parts, drawn)
+    figures.save(workdir / "figure.png", experiment.figure(rows), title)
     if experiment.compare and any(row["method"] == BASELINE for row in rows):
         pairs = records.differences(rows, BASELINE)
         records.write_csv(workdir / "differences.csv", pairs)
@@ -207,6 +205,11 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     print(f"{title}{spread}; {figures.ERROR}\n\n{experiment.report(rows)}\n")
     print(", ".join(f"{stage} {spent:.1f} s" for stage, spent in seconds.items()))
     print(f"written to {workdir}: {', '.join(written)}")
+
+
+def title_of(config: ConfigDict) -> str:
+    """The title of a run, for table and figure."""
+    return f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets"
 
 
 def load_patterns(config: ConfigDict) -> data.Patterns:

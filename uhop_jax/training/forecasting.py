@@ -26,7 +26,7 @@ from uhop_jax.training.application import (
     slug,
     with_matched_size,
 )
-from uhop_jax.training.arms import arm_of, separation_options
+from uhop_jax.training.arms import arm_of, separation_options, styles
 from uhop_jax.training.run import Data, Goal, best_epoch, best_state
 from uhop_jax.training.steps import (
     SEPARATIONS,
@@ -375,8 +375,8 @@ class Forecasting(Application):
                     if row["phase"] == "task"
                 ]
                 curves = records.curves(long, "epoch", f"{part}_loss", "arm")
-                label = f"{part} {config.train.loss.upper()}"
-                parts.append(plotting.Panel(title, curves, "epoch", label))
+                about = (title, curves, "epoch", f"{part} {config.train.loss.upper()}")
+                parts.append(plotting.Panel(*about, styles=styles(curves)))
         return {"figure.png": parts}
 
     def predict(

@@ -28,11 +28,13 @@ class Options(NamedTuple):
       on_device: keep the whole data set in device memory; otherwise it is streamed.
       checkpoint_seconds: between two checkpoints within an epoch.
       progress: show a bar.
+      title: above the curves of the run.
     """
 
     on_device: bool = True
     checkpoint_seconds: float = 60.0
     progress: bool = True
+    title: str = ""
 
 
 class Goal(NamedTuple):
@@ -147,7 +149,7 @@ def train(
         if board is not None:
             board.close()
     if chief:
-        _curves(workdir / "curves.png", rows, trainer, goal)
+        _curves(workdir / "curves.png", options.title, rows, trainer, goal)
     return rows
 
 
@@ -435,7 +437,11 @@ def _log(board: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _curves(
-    path: Path, rows: Sequence[Mapping[str, Any]], trainer: Trainer, goal: Goal
+    path: Path,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    trainer: Trainer,
+    goal: Goal,
 ) -> None:
     """Metrics against epochs, as in the paper's figures of convergence."""
     names = {
@@ -460,9 +466,8 @@ def _curves(
         long = [dict(row, part="separation") for row in ours]
         curves = records.curves(long, "epoch", "separation", "part")
         if curves:
-            title = "separation loss" + (", Stage I" if phase[0] != "task" else "")
-            parts.append(plotting.Panel(title, curves, "epoch", "separation loss"))
+            name = "separation loss" + (", Stage I" if phase[0] != "task" else "")
+            parts.append(plotting.Panel(name, curves, "epoch", "separation loss"))
     seeds = len({row["seed"] for row in rows})
-    plotting.panels(
-        path, parts, title=f"{seeds} seeds (mean ± standard deviation)" * (seeds > 1)
-    )
+    spread = f", {seeds} seeds (mean ± standard deviation)" * (seeds > 1)
+    plotting.panels(path, parts, title=title + spread)

@@ -56,9 +56,8 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
         trainer, directory = study.trainer(cell), study.directory(cell)
         if directory not in runs:
             records.claim(_fixed(study, cell), directory)
-            runs[directory] = train(
-                trainer, study.goal(), directory, options=_options(config)
-            )
+            options = _options(config)._replace(title=study.curves_title(cell))
+            runs[directory] = train(trainer, study.goal(), directory, options=options)
         histories[cell] = runs[directory]
         rows += study.summary(cell, trainer, histories[cell], directory)
         if chief:
