@@ -106,7 +106,7 @@ class Both(io.TextIOBase):
 
 def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
     """Runs all comparisons; writes `NAME.csv`, what was printed, and a figure."""
-    from uhop_jax import plotting, records
+    from uhop_jax import records
 
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks"))
@@ -124,12 +124,38 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
         for benchmark in benchmarks:
             rows += [row | about for row in benchmark(options.rounds)]
             records.write_csv(path, rows)  # whatever comes next
-    groups: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["median_ms"] != "":
-            group = groups.setdefault(row["comparison"], {})
-            group[row["name"]] = row["median_ms"]
     figure = path.with_suffix(".png")
-    threads = f"{about['device']}, {about['cores']} cores"
-    plotting.dots(figure, groups, xlabel="milliseconds", title=threads)
+    draw(figure, rows, f"{about['device']}, {about['cores']} cores")
     print(f"\nwritten: {path}, {printed}, {figure}")
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draws ratios to the baseline as bars: a panel for comparisons that begin alike.
+
+    What all comparisons of a panel are called is its title, the rest a heading in it.
+    """
+    from uhop_jax import plotting
+
+    panels: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        if row["ratio"] != "":
+            comparisons = panels.setdefault(row["comparison"].split(", ")[0], {})
+            comparisons.setdefault(row["comparison"], []).append(row)
+    parts = []
+    for comparisons in panels.values():
+        words = [name.split(", ") for name in comparisons]
+        common = [word for word in words[0] if all(word in other for other in words)]
+        groups = {
+            ", ".join(word for word in other if word not in common): {
+                row["name"]: (float(row["ratio"]), 0.0)
+                for row in ours
+                if row["name"] != row["baseline"]
+            }
+            for other, ours in zip(words, comparisons.values(), strict=True)
+        }
+        baselines = {row["baseline"] for ours in comparisons.values() for row in ours}
+        xlabel = f"time relative to {', '.join(sorted(baselines))}"
+        about = ", ".join(common)
+        parts.append(plotting.Comparison(about, groups, xlabel, origin=1.0))
+    if parts:
+        plotting.comparisons(path, parts, title=title)

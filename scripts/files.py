@@ -13,12 +13,14 @@ from typing import Any
 import corrections
 import provenance
 import theorems
+from ml_collections import ConfigDict
 from studies import CURVES, STUDIES
 
-from uhop_jax import records
+from uhop_jax import plotting, records
 from uhop_jax.command_line import load_config
+from uhop_jax.experiments import EXPERIMENTS, figures, sweep
 from uhop_jax.training.application import directory_name
-from uhop_jax.training.vision import Cell
+from uhop_jax.training.vision import Cell, Vision
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -71,6 +73,11 @@ def _value(text: str) -> Any:
 
 
 def asked(name: str) -> dict[str, Any]:
+    """The config of a study's command, as it is kept."""
+    return json.loads(config_of(name).to_json_best_effort())
+
+
+def config_of(name: str) -> ConfigDict:
     """The config of a study's command."""
     _, config, *flags = shlex.split(STUDIES[name].command)
     module, variant = Path(config.split("=")[1]).name.split(".py:")
@@ -81,8 +88,7 @@ def asked(name: str) -> dict[str, Any]:
             changes[key] = ast.literal_eval(text)
         except (SyntaxError, ValueError):
             changes[key] = text
-    found = load_config(module, variant, changes=changes)
-    return json.loads(found.to_json_best_effort())
+    return load_config(module, variant, changes=changes)
 
 
 def other_than_asked(name: str) -> list[str]:
@@ -190,6 +196,31 @@ def keep(name: str, workdir: Path) -> None:
         path = workdir / figure
         if path.exists() and path.stat().st_size < LARGEST:
             shutil.copy(path, RESULTS / kept)
+
+
+def draw(name: str) -> None:
+    """Draws the figure of a study anew, from its result file.
+
+    A forecast has none: the curves of its figure are not among its results.
+    """
+    config, rows = config_of(name), rows_of(name)
+    path = RESULTS / f"{name}.png"
+    if "task" not in config:
+        rows = [row | {"setting": str(row["setting"])} for row in rows]
+        parts = EXPERIMENTS[config.variant].figure(rows)
+        figures.save(path, parts, sweep.title_of(config))
+    elif config.task == "vision":
+        study, histories = Vision(config), {}
+        for row in rows:
+            cell = Cell(row["arm"], int(row["size"]), int(row["patch"]))
+            histories[cell] = [
+                dict(epoch, phase="task")
+                for epoch in (rows_of(f"{name}_curves") if name in CURVES else [])
+                if (epoch["arm"], epoch["size"]) == (cell.arm, cell.size)
+            ]
+        parts = study.figures(histories, rows)["figure.png"]
+        title = study.title + " (mean ± standard deviation)"
+        plotting.panels(path, parts, title=title)
 
 
 def curves(workdir: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 python scripts/reproduction.py                 # docs/reproduction.md and the tables of
                                                # README.md, from docs/results
 python scripts/reproduction.py --stale         # result files that other code has made
+python scripts/reproduction.py --draw          # draws the figures of docs/results anew
 python scripts/reproduction.py --run           # first runs what is missing or stale,
                                                # but for studies of more than half an
                                                # hour, which it names
@@ -235,6 +236,7 @@ def main() -> None:
         "--run", nargs="*", metavar="NAME", help="none: what is missing or stale"
     )
     parser.add_argument("--stale", action="store_true", help="list stale files and why")
+    parser.add_argument("--draw", action="store_true", help="draw the figures anew")
     parser.add_argument("--data", default="", help="directory of prepared data sets")
     arguments = parser.parse_args()
     for name in arguments.run or ():
@@ -244,6 +246,11 @@ def main() -> None:
     if arguments.stale:
         for name, reasons in files.stale().items():
             print(f"{name}: {', '.join(reasons)}")
+        return
+    if arguments.draw:
+        for name in STUDIES:
+            if (RESULTS / f"{name}.png").exists():
+                files.draw(name)
         return
     names = arguments.run or []
     if arguments.run == []:

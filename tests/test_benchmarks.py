@@ -46,11 +46,36 @@ def test_every_comparison_measures_its_members(benchmark, sizes, monkeypatch, ca
 def test_a_script_writes_its_table_and_figure(tmp_path, monkeypatch):
     rows = iter([3.0, 6.0])
     monkeypatch.setattr(sys, "argv", ["x", f"--out={tmp_path}", "--rounds=1"])
-    table = [{"comparison": "c", "name": n, "median_ms": next(rows)} for n in "ab"]
-    table.append({"comparison": "c", "name": "absent", "median_ms": ""})
+    table = [
+        {"comparison": "c", "name": n, "median_ms": next(rows), "ratio": r}
+        for n, r in (("a", 1.0), ("b", 2.0))
+    ]
+    table.append({"comparison": "c", "name": "absent", "median_ms": "", "ratio": ""})
+    table = [row | {"baseline": "a"} for row in table]
     timing.main("Doc.", "some", [lambda rounds: table])
     lines = (tmp_path / "some.csv").read_text().splitlines()
-    assert lines[0].startswith("comparison,name,median_ms,device,cores,jax")
+    assert lines[0].startswith("comparison,name,median_ms,ratio,baseline,device,")
     assert [line.split(",")[2] for line in lines[1:]] == ["3.0", "6.0", ""]
-    assert (tmp_path / "some.png").stat().st_size > 5_000
+    assert (tmp_path / "some.png").stat().st_size > 3_000
     assert (tmp_path / "some.txt").read_text().startswith("device ")
+
+
+def test_a_figure_has_a_panel_for_comparisons_that_begin_alike(tmp_path, monkeypatch):
+    table = [
+        {"comparison": f"retrieval, M = {M}, float32", "name": name, "ratio": ratio}
+        for M in (10, 100)
+        for name, ratio in (("products", 1.0), ("softmax", 0.5), ("PyTorch", ""))
+    ]
+    table.append({"comparison": "layer, float32", "name": "U-Hop", "ratio": "2.0"})
+    found = []
+    monkeypatch.setattr(
+        "uhop_jax.plotting.comparisons",
+        lambda path, parts, title: found.extend(parts),
+    )
+    rows = [row | {"baseline": "products"} for row in table]
+    timing.draw(tmp_path / "x.png", rows, "cpu")
+    assert [part.title for part in found] == ["retrieval, float32", "layer, float32"]
+    groups = {"M = 10": {"softmax": (0.5, 0.0)}, "M = 100": {"softmax": (0.5, 0.0)}}
+    assert found[0].groups == groups and found[0].origin == 1
+    assert found[1].groups == {"": {"U-Hop": (2.0, 0.0)}}
+    assert found[0].xlabel == "time relative to products"

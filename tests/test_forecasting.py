@@ -1,6 +1,7 @@
 """`train.py` on series: files, studies that go on, exports, and wrong input."""
 
 import json
+import re
 import warnings
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 from PIL import Image
 from test_train_script import assert_same_run, records, script, state_of
 
-from uhop_jax import data, paper
+from uhop_jax import data, paper, plotting
 from uhop_jax.models import baselines
 from uhop_jax.training import ARMS, Trainer, best_state, train_and_evaluate
 from uhop_jax.training.forecasting import Forecasting
@@ -39,14 +40,14 @@ def standard_promotion():
         yield
 
 
-def write(path, rows=100, change=lambda lines: None):
+def write(path, rows=100, change=lambda lines: None, step=np.timedelta64(1, "h")):
     """Two series, hourly: a wave around 50, and its shifted sum with a trend."""
     t = np.arange(rows)
-    stamps = np.datetime64("2024-02-27T00", "h") + t
+    stamps = np.datetime64("2024-02-27T00:00") + t * step
     load, heat = 50 + 9 * np.sin(t / 4), 3 + np.cos(t / 4) + t / 100
     lines = ["date,load (MW),heat (C)"]
     for stamp, a, b in zip(stamps, load, heat, strict=True):
-        lines.append(f"{str(stamp).replace('T', ' ')}:00,{a:.4f},{b:.4f}")
+        lines.append(f"{str(stamp).replace('T', ' ')},{a:.4f},{b:.4f}")
     change(lines)
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -63,9 +64,19 @@ def path(tmp_path):
     return write(tmp_path / "mine.csv")
 
 
-def test_a_run_from_end_to_end(path, tmp_path, capsys):
-    run = tmp_path / "run"
-    train_and_evaluate(tiny(path), run)
+def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
+    run, titles = tmp_path / "run", []
+    panels = plotting.panels
+
+    def recorded(path, parts, *, title):
+        titles.append((path.name, title))
+        panels(path, parts, title=title)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plotting, "panels", recorded)
+        train_and_evaluate(tiny(path), run)
+    about = "mine.csv, horizon 4, window 12, MHM + U-Hop, seed 0"
+    assert titles == [("curves.png", about)]
     assert "paper's MSE" in capsys.readouterr().out
     names = {"checkpoints", "config.json", "curves.png", "metrics.csv", "results.csv"}
     names |= {"forecasts.png", "predictions.csv", "run.json", "test.csv", "tensorboard"}
@@ -146,9 +157,36 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys):
     study.config.predict = str(write(other, rows=11))
     with pytest.raises(ValueError, match="a window takes 12 rows, .* has 11"):
         study.predict(cell, trainer, state, run)
+    for step, said in ((24, "1 day"), (0.25, "15 minutes")):  # C2-19
+        minutes = np.timedelta64(int(60 * step), "m")
+        study.config.predict = str(write(other, rows=20, step=minutes))
+        with pytest.raises(ValueError, match=f"of 1 hour, .* have steps of {said}"):
+            study.predict(cell, trainer, state, run)
+    other.write_text(re.sub(r":00,", ":00+02:00,", write(other, rows=14).read_text()))
+    study.predict(cell, trainer, state, run)
+    found = records(run / "predictions.csv")[0]  # in the file's own time
+    assert found["date"] == "2024-02-27 14:00:00+02:00"
     other.write_text(other.read_text().replace("load (MW)", "load"))
     with pytest.raises(ValueError, match="the model has the columns load .MW., heat"):
         study.predict(cell, trainer, state, run)
+
+
+def test_a_file_goes_on_by_the_calendar_of_the_model(tmp_path):
+    """Five weekdays alone are days; a model of weekdays goes on with weekdays."""
+    days = np.busday_offset("2024-01-01", np.arange(60))
+
+    def read(dates):
+        lines = ["date,a", *(f"{d},{i}" for i, d in enumerate(dates))]
+        (tmp_path / "days.csv").write_text("\n".join(lines))
+        return data.read_series(tmp_path / "days.csv")
+
+    learned, week = read(days), read(days[:5])
+    assert (learned.steps, week.steps) == ("weekdays", "1 day")
+    assert week.goes_on_like(learned) and not learned.goes_on_like(week)
+    months = read(np.arange("2020-01", "2022-01", dtype="datetime64[M]"))
+    short = read(np.arange("2021-02", "2021-05", dtype="datetime64[M]"))
+    assert months.steps == "months" and short.goes_on_like(months)
+    assert not short.goes_on_like(learned)
 
 
 @pytest.mark.slow  # two runs, and four compilations of what judges them

@@ -1,6 +1,7 @@
 """Series: known sets, the demo, csv files good and bad, windows, scaling, baselines."""
 
 import gzip
+import re
 import socket
 import sys
 import tracemalloc
@@ -132,7 +133,7 @@ def rows(dates, *columns):
         (DAYS, "2020-02-27T00:00:00", 24),
         ([f"{d} 00:00:00" for d in DAYS], "2020-02-27T00:00:00", 24),
         ([f"{d}T06:30Z" for d in DAYS], "2020-02-27T06:30:00", 24),
-        ([f"{d}T00:00:00+02:00" for d in DAYS], "2020-02-26T22:00:00", 24),
+        ([f"{d}T00:00:00+02:00" for d in DAYS], "2020-02-27T00:00:00", 24),
         (DMY, "2020-02-27T00:00:00", 24),
         ([f"{d} 6:30" for d in DMY], "2020-02-27T06:30:00", 24),
         (["2/27/2020", "2/28/2020", "2/29/2020"], "2020-02-27T00:00:00", 24),
@@ -148,9 +149,9 @@ def rows(dates, *columns):
         (["Feb 27, 2020", "Feb 28, 2020", "Feb 29, 2020"], "2020-02-27T00:00:00", 24),
         (["2020.02.27", "2020.02.28", "2020.02.29"], "2020-02-27T00:00:00", 24),
         (["20200227", "20200228", "20200229"], "2020-02-27T00:00:00", 24),
-        (  # the clocks change
+        (  # the clocks change: by the clock of the last row
             ["2020-03-29T01:00+01:00", "2020-03-29T03:00+02:00", "2020-03-29T04:00+02"],
-            "2020-03-29T00:00:00",
+            "2020-03-29T02:00:00",
             1,
         ),
     ],
@@ -260,7 +261,7 @@ BAD = {
     ),
     "text": (
         rows(GOOD, (1, 2, 3, 4), (5, 6, "Graz", 8)),
-        r"line 4, column 'b': 'Graz' is no number; columns=\(",
+        r"line 4, column 'b': 'Graz' is no number; .* columns=\(",
         {"columns": ("a",)},
         [1, 2, 3, 4],
     ),
@@ -353,12 +354,172 @@ def test_bad_files(tmp_path, case):
         assert (np.diff(found.dates) > 0 * HOUR).all()
 
 
+def test_days_in_local_time(tmp_path):
+    """C2-16: 23 hours between two midnights are a day; hours are even in UTC."""
+    days = np.datetime64("2023-01-01") + np.arange(200)
+    change = np.datetime64("2023-03-26")
+    dates = [f"{d}T00:00:00+0{1 + (d > change)}:00" for d in days]
+    found = data.read_series(write(tmp_path, rows(dates)))
+    assert (found.step, found.calendar, found.period) == (24 * HOUR, "", 7)
+    np.testing.assert_array_equal(found.dates, days)
+    assert found.zone == "+02:00"
+    assert found.following(1)[0] == np.datetime64("2023-07-20")
+
+    firsts = np.arange("2023-01", "2023-07", dtype="datetime64[M]")
+    dates = [f"{d}-01T00:00+0{1 + (i > 2)}:00" for i, d in enumerate(firsts)]
+    found = data.read_series(write(tmp_path, rows(dates)))
+    assert found.calendar == "months" and (found.dates == firsts).all()
+    dates[3] = dates[3].replace("T00:00", "T00:20")
+    with pytest.raises(ValueError, match="line 5: 2023-04-01 00:20:00 does not lie on"):
+        data.read_series(write(tmp_path, rows(dates)))
+
+
+@pytest.mark.parametrize("first", ["2023-03-25T22", "2023-10-28T22"])
+def test_hours_with_offsets_over_the_changes(tmp_path, first):
+    utc = np.datetime64(first, "h") + np.arange(9)
+    change = np.datetime64(first, "D") + np.timedelta64(25, "h")
+    summer = (utc >= change) == (first < "2023-06")
+    local = utc + (1 + summer).astype("timedelta64[h]")
+    dates = [f"{d}:00+0{1 + s}:00" for d, s in zip(local, summer, strict=True)]
+    found = data.read_series(write(tmp_path, rows(dates)))
+    assert found.step == HOUR and not found.calendar
+    assert found.dates[-1] == local[-1] and found.following(1)[0] == local[-1] + HOUR
+    assert (np.diff(found.dates) == HOUR).all()
+    del dates[1]  # the error shows dates of the file
+    shown = str(local[0]).replace("T", " ")
+    with pytest.raises(ValueError, match=f"follows {shown}:00:00, with a step of 1 ho"):
+        data.read_series(write(tmp_path, rows(dates)))
+
+
+COUNTERS = {
+    "a counter of seconds": (range(1000, 1060), "are years"),
+    "values in any order": ([1500 + i * 17 % 60 for i in range(60)], "are years"),
+    "late years in any order": ([1950 + i * 17 % 60 for i in range(60)], "are years"),
+    "a counter from 0": (range(60), "as in 2020-01-31$"),
+    "decimals": ([i / 2 for i in range(60)], "as in 2020-01-31$"),
+    "seconds since 1970": (range(1_700_000_000, 1_700_000_060), "2020-01-31$"),
+}
+
+
+@pytest.mark.parametrize("case", COUNTERS)
+def test_numbers_are_not_dates(tmp_path, case):
+    """C2-20."""
+    numbers, advice = COUNTERS[case]
+    path = write(tmp_path, rows(numbers))
+    start = (
+        f"column 'date' holds the numbers {numbers[0]}, .* no dates: dates belong in"
+    )
+    with pytest.raises(ValueError, match=f"{start} the first column.*{advice}"):
+        data.read_series(path)
+    dated = zip(numbers, np.datetime64("2020-01-01") + np.arange(60), strict=True)
+    lines = ["a,date,b", *(f"{n},{d},{i}" for i, (n, d) in enumerate(dated))]
+    path = write(tmp_path, "\n".join(lines))
+    with pytest.raises(ValueError, match="dates belong in the first column"):
+        data.read_series(path, columns=("b",))
+
+
+def test_years(tmp_path):
+    path = write(tmp_path, rows(range(1950, 1990)))
+    assert data.read_series(path).dates[-1] == np.datetime64("1989")
+    path = write(tmp_path, rows(range(1500, 1560)))
+    found = data.read_series(path, date_format="%Y")
+    assert found.steps == "12 months" and found.dates[0] == np.datetime64("1500")
+
+
+@pytest.mark.parametrize("marker", ["-9999", "-9999.0", "?", "-", "--", ".", "n.a."])
+def test_markers_of_missing_values(tmp_path, marker):
+    """C2-17."""
+    values = [f"{5 + (i * 7 % 10 - 4.5) / 5:.2f}" for i in range(300)]
+    for row in (20, 150, 299):
+        values[row] = marker
+    dates = np.datetime64("2020-01-01", "h") + np.arange(300)
+    path = write(tmp_path, rows(dates, values))
+    if marker.startswith("-9999"):
+        said = r"column 'a': -9999 \(3 times\) is 1000 .* missing_values=\('-9999',\)"
+        with pytest.warns(UserWarning, match=said):
+            assert data.read_series(path).values.min() == -9999
+    else:
+        said = re.escape(f"{marker!r} is no number; if it marks a missing value, ")
+        said += re.escape(f"missing_values=({marker!r},) says so")
+        with pytest.raises(ValueError, match=f"line 22, column 'a': {said}"):
+            data.read_series(path)
+    declared = (-9999, "?", "-", "--", ".", "N.A.")
+    with pytest.raises(ValueError, match=r"line 22, .* is missing \(3 are\)"):
+        data.read_series(path, missing_values=declared)
+    found = data.read_series(path, missing_values=declared, missing="interpolate")
+    values = found.values[:, 0]
+    assert 4 <= values.min() and values[20] == np.mean(values[[19, 21]])
+
+
+@pytest.mark.parametrize("cell", ["#N/A", "<NA>", "NaN", "null"])
+def test_common_words_for_missing_values(tmp_path, cell):
+    path = write(tmp_path, rows(GOOD, (1, cell, 3, 4)))
+    found = data.read_series(path, missing="interpolate")
+    assert found.values[:, 0].tolist() == [1, 2, 3, 4]
+
+
+NUMBERS = [  # C2-18: delimiter, cells, values as read, or the two that fit
+    (";", "998 1,002 1,234 997 1,100 999", ("1.002", "1002")),
+    (";", "998 1.002 1.234 997 1.100 999", ("1.002", "1002")),
+    (";", "998 1,002 1,234 997.5 1,100", [998, 1002, 1234, 997.5, 1100]),
+    (";", "998 1.002 1.234 997 1.100 999,5", [998, 1002, 1234, 997, 1100, 999.5]),
+    (";", "1.234,56 -7,5 1.000.000 2e6 ,5", [1234.56, -7.5, 1e6, 2e6, 0.5]),
+    (";", "0.125 12.345 1.000", [0.125, 12.345, 1]),
+    (";", "1234.567 12.345 1.000", [1234.567, 12.345, 1]),
+    ("\t", "1,5 2,5 3,5", [1.5, 2.5, 3.5]),
+    ("\t", "1.5 2.5 3.125", [1.5, 2.5, 3.125]),
+    (",", "1.125 2.125 3.125", [1.125, 2.125, 3.125]),
+    (",", '"1,234.5" "2,345,678" 3e6', [1234.5, 2345678, 3e6]),
+    (";", "998 999 1000", [998, 999, 1000]),
+]
+
+
+@pytest.mark.parametrize(("delimiter", "cells", "expected"), NUMBERS)
+def test_decimal_marks_are_those_of_all_cells(tmp_path, delimiter, cells, expected):
+    cells = cells.split()
+    dates = np.datetime64("2020-01-01") + np.arange(len(cells))
+    lines = [f"date{delimiter}a"]
+    lines += [f"{d}{delimiter}{x}" for d, x in zip(dates, cells, strict=True)]
+    path = write(tmp_path, "\n".join(lines))
+    if isinstance(expected, list):
+        assert data.read_series(path).values[:, 0].tolist() == expected
+        return
+    said = rf"line 3, column 'a': {cells[1]!r} is [\d.]+ or [\d.]+, and .* 'comma'"
+    with pytest.raises(ValueError, match=said) as error:
+        data.read_series(path)
+    assert all(f" {x}" in str(error.value) for x in expected)
+    point, comma = (
+        data.read_series(path, decimal=mark).values[1, 0] for mark in ("point", "comma")
+    )
+    assert {point, comma} == set(map(float, expected)) and (point == 1002) == (
+        "," in cells[1]
+    )
+
+
+def test_a_cell_is_shown_as_it_stands(tmp_path):
+    path = write(
+        tmp_path, "date;a\n2020-01-01;1.234,56\n2020-01-02;x1,5\n2020-01-03;2\n"
+    )
+    with pytest.raises(ValueError, match="line 3, column 'a': 'x1,5' is no number; if"):
+        data.read_series(path)
+    path = write(
+        tmp_path, "date;a\n2020-01-01;1.5\n2020-01-02;1.234,56\n2020-01-03;2.5"
+    )
+    said = "'1.234,56' is no number with a decimal point, but with a decimal comma"
+    with pytest.raises(ValueError, match=f"line 3, column 'a': {said}"):
+        data.read_series(path)
+    with pytest.raises(ValueError, match="unknown decimal ','; choose one of auto, po"):
+        data.read_series(path, decimal=",")
+
+
 def test_other_files(tmp_path):
     path = write(tmp_path, "date;a\n01.02.2020;1,5\n02.02.2020;2,5\n03.02.2020;3,5\n")
     found = data.read_series(path, date_format="%d.%m.%Y")
     assert found.values[:, 0].tolist() == [1.5, 2.5, 3.5]
     path = write(tmp_path, "\ufeffdate\ta\n\n" + rows(DAYS)[7:].replace(",", "\t"))
     assert data.read_series(path).names == ("a",)
+    with pytest.raises(ValueError, match="holds 1 rows, a series needs at least 3"):
+        data.read_series(write(tmp_path, rows(GOOD[:1] * 4)), duplicates="first")
     path = write(tmp_path, rows(GOOD, (1, 2, 3, 4), (5, 5, 5, 5)))
     assert data.read_series(path, constant="keep").names == ("a", "b")
     with pytest.raises(ValueError, match="no column 'z' beside the dates; it has a, b"):
@@ -463,6 +624,24 @@ def test_scaling_knows_the_train_rows_alone():
     assert found.train.rows.dtype == np.float32 and found.scaler.deviation[2] == 1
     back = found.scaler.unscaled(found.test.rows)
     np.testing.assert_allclose(back, values[780:], rtol=1e-5, atol=1e-5)
+
+
+def test_constant_but_for_rounding(tmp_path):
+    """C2-15."""
+    values = np.full((1000, 2), 14.62)
+    values[1:700:2, 0] += 2e-15
+    values[750:] = 16
+    values[:, 1] = 1e6 + 1e-3 * (np.arange(1000) % 2)
+    where = data.borders("own", 1000)
+    found = data.splits(values, where, in_len=20, out_len=5)
+    assert found.scaler.deviation[0] == 1
+    assert found.scaler.deviation[1] == pytest.approx(5e-4, rel=1e-4)
+    assert np.abs(found.test.rows[:, 0]).max() <= 1.38001
+    hours = np.datetime64("2020-01-01", "h") + np.arange(700)
+    path = write(tmp_path, rows(hours, *values[:700].T.tolist()))
+    with pytest.raises(ValueError, match="column 'a' is 14.62 in every row"):
+        data.read_series(path)
+    assert data.read_series(path, constant="drop").names == ("b",)
 
 
 def test_a_batch_is_the_windows_of_its_numbers():

@@ -1,19 +1,31 @@
 """Figures of results; nothing is computed here."""
 
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-# Distinct in colour, and by dashes and markers also in black and white.
-_COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+from uhop_jax._axes import FONT, Style, _matplotlib, bars, from_zero, save
+from uhop_jax._comparison import Comparison, comparisons
+
+__all__ = [
+    "Comparison",
+    "Landscape",
+    "Panel",
+    "Series",
+    "Style",
+    "comparisons",
+    "forecasts",
+    "image_grid",
+    "landscapes",
+    "panels",
+]
+
 CAPTION = 22  # letters under an image
-_LEGEND_WITHIN = 8  # curves whose names fit into the axes
-_MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*", "<", ">")
 
 
 class Series(NamedTuple):
@@ -40,8 +52,9 @@ class Panel(NamedTuple):
       ylabel: quantity and unit.
       xscale: `linear`, `log` or `symlog`.
       yscale: likewise, or `auto` for what is never negative: from zero on, linear where
-        the values are of one order, else logarithmic above 0.01.
+        the values are of one order, else logarithmic but for a grey zone next to zero.
       points: draw points without lines.
+      styles: of curves, by name; others are numbered in the order of the figure.
     """
 
     title: str
@@ -51,6 +64,7 @@ class Panel(NamedTuple):
     xscale: str = "linear"
     yscale: str = "linear"
     points: bool = False
+    styles: Mapping[str, Style] = {}
 
 
 class Landscape(NamedTuple):
@@ -74,9 +88,11 @@ class Landscape(NamedTuple):
 
 
 def panels(
-    path: Path, parts: Sequence[Panel], *, title: str = "", columns: int = 3
+    path: Path, parts: Sequence[Panel], *, title: str = "", columns: int = 2
 ) -> None:
     """Saves panels side by side; equal labels share their range.
+
+    The names of curves stand below the axes, once if all panels have the same.
 
     Args:
       path: file to write; its ending gives the format.
@@ -87,129 +103,136 @@ def panels(
     figure_class, canvas = _matplotlib()
     columns = min(len(parts), columns)
     rows = -(-len(parts) // columns)
-    figure = figure_class(
-        figsize=(4.6 * columns, 3.9 * rows + 0.3), layout="constrained"
-    )
+    names = list(dict.fromkeys(name for part in parts for name in part.series))
+    common = len(parts) > 1 and all(set(part.series) == set(names) for part in parts)
+    longest = max(len(part.series) for part in parts)
+    lines = -(-len(names) // (2 * columns)) if common else rows * -(-longest // 2)
+    height = 3.3 * rows + 0.19 * lines + 0.4
+    figure = figure_class(figsize=(4.7 * columns, height), layout="constrained")
     canvas(figure)
     share = len({part.ylabel for part in parts}) == 1
     axes = figure.subplots(rows, columns, squeeze=False, sharey=share).ravel()
-    for axis, part in zip(axes, parts, strict=False):
-        for number, (name, series) in enumerate(part.series.items()):
+    for place, (axis, part) in enumerate(zip(axes, parts, strict=False)):
+        for name, series in part.series.items():
+            number = names.index(name)
+            style = part.styles.get(name) or Style(number, number)
+            options = style.options()
+            if part.points:
+                options["linestyle"] = "none"
             axis.errorbar(
                 series.x,
                 series.mean,
-                yerr=_bars(series, part.yscale) if np.any(series.spread) else None,
+                yerr=bars(series.mean, series.spread, part.yscale in ("auto", "log")),
                 label=name,
-                color=_COLORS[number % len(_COLORS)],
-                linestyle="none" if part.points else _DASHES[number % len(_DASHES)],
-                marker=_MARKERS[number % len(_MARKERS)],
-                markersize=4,
-                linewidth=1.2,
                 capsize=2,
+                elinewidth=0.8,
                 markevery=1 if part.points else max(1, len(series.x) // 12),
-                fillstyle="none" if number % 2 else "full",
+                **options,
             )
-        axis.set(title=part.title, xlabel=part.xlabel, ylabel=part.ylabel)
+        axis.set_title(part.title, fontsize=FONT + 1)
+        axis.set_xlabel(part.xlabel)
+        if not share or place % columns == 0:
+            axis.set_ylabel(part.ylabel)
         axis.set_xscale(part.xscale)
         places = np.unique(np.concatenate([s.x for s in part.series.values()]))
-        if part.xscale == "log" and len(places) <= 10:  # few enough to name each
-            axis.set_xticks(places, [f"{x:g}" for x in places], fontsize=8)
+        if part.xscale != "linear" and len(places) <= 12:  # few enough to name each
+            shown = set(places[:: 1 + (len(places) > 8)])  # the names of all overlap
+            axis.set_xticks(places, [f"{x:g}" if x in shown else "" for x in places])
             axis.minorticks_off()
         if part.xscale == "linear" and len(places) == 1:
             axis.set_xticks(places)
         elif part.xscale == "linear" and (places % 1 == 0).all():
             axis.locator_params(axis="x", integer=True)
         axis.grid(alpha=0.3, linewidth=0.5)
-        beside = len(part.series) > _LEGEND_WITHIN  # it would hide the curves
-        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)} if beside else {}
-        axis.legend(fontsize=7, **place)
+        axis.tick_params(labelsize=FONT)
+        if len(part.series) > 1 and not common:
+            axis.legend(
+                fontsize=FONT, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18)
+            )
+    if common and len(names) > 1:
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            fontsize=FONT,
+            ncols=2 * columns,
+            loc="outside lower center",
+        )
     # Last, when all data is there: a limit set earlier would hold for later panels.
     for axis, part in zip(axes, parts, strict=False):
-        _scale(axis, part, parts if share else [part])
+        if part.yscale == "auto":
+            sharing = parts if share else [part]
+            curves = [s for p in sharing for s in p.series.values()]
+            means = np.concatenate([np.asarray(s.mean, float) for s in curves])
+            spreads = np.concatenate([np.asarray(s.spread, float) for s in curves])
+            from_zero(axis, "y", means, means + spreads)
+        else:
+            axis.set_yscale(part.yscale)
     for axis in axes[len(parts) :]:
         axis.set_axis_off()
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    figure.suptitle(title, fontsize=FONT + 1)
+    save(figure, path)
 
 
-def dots(
+def forecasts(
     path: Path,
-    groups: Mapping[str, Mapping[str, float]],
+    truth: Float[np.ndarray, "windows steps D"],
+    ahead: Float[np.ndarray, "windows horizon D"],
     *,
+    names: Sequence[str],
+    titles: Sequence[str],
     xlabel: str,
     title: str = "",
 ) -> None:
-    """Saves dots on logarithmic axes: a panel for each group, two to a row.
+    """Saves forecasts with the truth: a row for each series, a column for each window.
 
     Args:
       path: file to write; its ending gives the format.
-      groups: positive values by name, by title of their panel.
-      xlabel: quantity and unit.
+      truth: what came before a forecast, and what it is compared with.
+      ahead: the forecasts, of the last steps of `truth`.
+      names: of the series, with their units.
+      titles: of the windows.
+      xlabel: steps and their unit.
       title: line above the panels.
     """
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
-
     figure_class, canvas = _matplotlib()
-    columns = min(len(groups), 2)
-    rows = -(-len(groups) // columns)
-    parts = list(groups.items())
-    heights = [
-        1.2 + max(len(group) for _, group in parts[i : i + columns]) * 0.3
-        for i in range(0, len(parts), columns)
-    ]
-    figure = figure_class(figsize=(7.2 * columns, sum(heights)), layout="constrained")
-    canvas(figure)
-    axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel()
-    for axis, (name, group) in zip(axes, parts, strict=False):
-        names, values = list(group), np.asarray(list(group.values()))
-        axis.plot(values, names, "o", color=_COLORS[1], markersize=5)
-        for place, value in enumerate(values):
-            axis.annotate(
-                f"{value:.3g}" if value < 1000 else f"{value:.0f}",
-                (value, place),
-                xytext=(6, -3),
-                textcoords="offset points",
-                fontsize=7,
-            )
-        axis.set_xscale("log")
-        axis.set_xlim(values.min() / 1.5, values.max() * 2)
-        many = values.max() > 100 * values.min()
-        axis.xaxis.set_major_locator(LogLocator(subs=(1,) if many else (1, 2, 5)))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.set_ylim(len(names) - 0.5, -0.5)
-        axis.grid(axis="y", alpha=0.4, linewidth=0.6)
-        axis.set_title(name, fontsize=8)
-        axis.set_xlabel(xlabel, fontsize=8)
-        axis.tick_params(labelsize=7)
-    for axis in axes[len(groups) :]:
-        axis.set_axis_off()
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=110)
-
-
-def _scale(axis: Any, part: Panel, sharing: Sequence[Panel]) -> None:
-    """Scale of the y axis, common to the panels that share it."""
-    if part.yscale != "auto":
-        axis.set_yscale(part.yscale)
-        return
-    values = np.concatenate(
-        [np.asarray(s.mean, float) for p in sharing for s in p.series.values()]
+    columns, steps, rows = truth.shape
+    horizon = ahead.shape[1]
+    figure = figure_class(
+        figsize=(3.3 * columns + 0.4, 1.25 * rows + 1.3), layout="constrained"
     )
-    if values.min(initial=np.inf) * 30 >= values.max(initial=0.0):
-        axis.set_ylim(bottom=0)
-    else:
-        axis.set_yscale("symlog", linthresh=0.01)
-        axis.set_ylim(bottom=-0.001)
-
-
-def _bars(series: Series, scale: str) -> np.ndarray:
-    """Half-lengths below and above; what is never negative has no bar below zero."""
-    mean, spread = np.asarray(series.mean, float), np.asarray(series.spread, float)
-    below = np.minimum(spread, mean) if scale == "auto" else spread
-    if scale == "log":
-        below = np.minimum(spread, 0.9 * mean)
-    return np.stack([np.maximum(below, 0.0), spread])
+    canvas(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey="row")
+    for row, column in np.ndindex(rows, columns):
+        axis = axes[row, column]
+        axis.axvspan(0, horizon - 1, color="0.93", linewidth=0)
+        axis.plot(
+            np.arange(steps) - (steps - horizon),
+            truth[column, :, row],
+            color="black",
+            linewidth=1.0,
+            label="measured",
+        )
+        axis.plot(
+            ahead[column, :, row],
+            color="#d55e00",
+            linewidth=1.9,
+            linestyle="--",
+            label="forecast",
+        )
+        axis.margins(x=0.01)
+        axis.grid(alpha=0.3, linewidth=0.5)
+        axis.tick_params(labelsize=FONT)
+        if row == 0:
+            axis.set_title(titles[column], fontsize=FONT)
+        if row == rows - 1:
+            axis.set_xlabel(xlabel, fontsize=FONT)
+    for axis, name in zip(axes[:, 0], names, strict=True):
+        wrapped = "\n".join(textwrap.wrap(name, 16)[:3])
+        axis.set_ylabel(wrapped, fontsize=FONT)
+    figure.align_ylabels()
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, fontsize=FONT, ncols=2, loc="outside lower center")
+    figure.suptitle(title, fontsize=FONT + 1)
+    save(figure, path)
 
 
 def image_grid(
@@ -312,11 +335,3 @@ def landscapes(path: Path, parts: Sequence[Landscape], *, title: str = "") -> No
     axes[0].legend(fontsize=7, loc="lower left")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    """Figure and canvas classes that need no display and leave pyplot alone."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    return Figure, FigureCanvasAgg

@@ -1,6 +1,7 @@
 """Results as tidy tables: as csv, as differences and curves, as text to read."""
 
 import csv
+import functools
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ def differences(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[dict]:
                 row = dict(zip(CELL, cell, strict=True))
                 row |= {"method": label, "baseline": baseline, "runs": len(pairs)}
                 row["difference"] = float(np.mean(pairs))
-                row["ci95"] = _half_width(pairs) if len(pairs) > 1 else ""
+                row["ci95"] = half_width(pairs) if len(pairs) > 1 else ""
                 found.append(row)
     return found
 
@@ -76,7 +77,8 @@ def labelled(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
     ]
 
 
-def _half_width(sample: Sequence[float]) -> float:
+def half_width(sample: Sequence[float]) -> float:
+    """Half of the 95 % interval of a mean, by Student's t."""
     from scipy.stats import t
 
     n = len(sample)
@@ -94,9 +96,13 @@ def grouped(
 
 
 def curves(
-    rows: Sequence[Mapping[str, Any]], x: str, y: str, by: str
+    rows: Sequence[Mapping[str, Any]], x: str, y: str, by: str, interval: bool = False
 ) -> dict[str, Series]:
-    """Mean and standard deviation of `y` against `x`, one curve for each `by`."""
+    """Mean and standard deviation of `y` against `x`, one curve for each `by`.
+
+    With `interval`, half of the 95 % interval of the mean in place of the deviation.
+    """
+    spread = half_width if interval else functools.partial(np.std, ddof=1)
     found: dict[str, Series] = {}
     for name in dict.fromkeys(row[by] for row in rows):
         ours = [row for row in rows if row[by] == name and row[y] != ""]
@@ -106,7 +112,7 @@ def curves(
             found[name] = Series(
                 places,
                 [float(np.mean(s)) for s in samples],
-                [float(np.std(s, ddof=1)) if len(s) > 1 else 0.0 for s in samples],
+                [float(spread(s)) if len(s) > 1 else 0.0 for s in samples],
             )
     return found
 

@@ -1,8 +1,10 @@
 """Dates of series: read from text in any common style, and laid on a calendar."""
 
+import functools
 import re
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -24,10 +26,42 @@ TIME = re.compile(
 )
 
 
+# An offset from UTC, behind a time of day.
+ZONE = re.compile(r":\d\d\S*(?:\s*[AP]M)?\s*(Z|[+-]\d\d(?::?\d\d)?)$", re.IGNORECASE)
+YEARS = 1800, 2100  # what whole numbers of four digits, in order, are taken for
+
+
+class Dates(NamedTuple):
+    """A column of dates.
+
+    Attributes:
+      utc: datetime64[s]; the dates as they stand where they have no offset.
+      offsets: of local time from UTC, timedelta64[s]; zero where they have none.
+      zones: the offsets as they stand in the file, or "".
+    """
+
+    utc: np.ndarray
+    offsets: np.ndarray
+    zones: np.ndarray
+
+    @property
+    def local(self) -> np.ndarray:
+        """The dates as they stand, without their offsets."""
+        return self.utc + self.offsets
+
+    def rows(self, index: Any) -> "Dates":
+        """Some of them."""
+        return Dates(*(part[index] for part in self))
+
+
 def parsed_dates(
     path: Path, name: str, lines: np.ndarray, cells: list[str], date_format: str
-) -> np.ndarray:
-    """A column of dates, datetime64[s]."""
+) -> Dates:
+    """Reads a column of dates.
+
+    Raises:
+      ValueError: if a cell is no date, or the form of the dates is not certain.
+    """
     import pandas as pd
 
     column = pd.Series(cells, dtype=str)
@@ -36,8 +70,7 @@ def parsed_dates(
         found = pd.to_datetime(column, format=form, utc=True, errors="coerce")
         return found.dt.tz_localize(None).to_numpy()
 
-    def fail(dates: np.ndarray, why: str) -> None:
-        row = int(np.isnat(dates).argmax())
+    def fail(row: int, why: str) -> None:
         raise ValueError(
             f"{path}, line {lines[row]}, column {name!r}: {cells[row]!r} {why}"
         )
@@ -48,8 +81,10 @@ def parsed_dates(
         except ValueError as error:
             raise ValueError(f"date_format {date_format!r}: {error}") from None
         if np.isnat(dates).any():
-            fail(dates, f"is no date of the form {date_format!r}")
+            why = f"is no date of the form {date_format!r}"
+            fail(int(np.isnat(dates).argmax()), why)
     else:
+        _refuse_counters(path, name, column)
         dates = parsed("ISO8601")
         if np.isnat(dates).any():
             forms = [form + _time(cells[0]) for form in DATES]
@@ -58,24 +93,49 @@ def parsed_dates(
             whole = {f: x for f, x in readings.items() if not np.isnat(x).any()}
             if not whole:
                 best = min(readings.values(), key=lambda x: np.isnat(x).sum())
-                fail(best, "is no date; date_format='%d/%m/%Y %H:%M' tells its form")
+                why = "is no date; date_format='%d/%m/%Y %H:%M' tells the form of dates"
+                fail(int(np.isnat(best).argmax()), why)
             dates = _one_reading(path, name, whole)
-    zoned = column.str.contains(r":\d\d\S*\s*(?:Z|[+-]\d\d(?::?\d\d)?)$").to_numpy(bool)
+    found = [ZONE.search(cell) for cell in cells]
+    zones = np.asarray([match[1] if match else "" for match in found])
+    zoned = zones != ""
     if zoned.any() and not zoned.all():
         row = int((zoned != zoned[0]).argmax())
-        raise ValueError(
-            f"{path}, line {lines[row]}, column {name!r}: {cells[row]!r} "
-            f"{'has an' if zoned[row] else 'has no'} offset from UTC, unlike the dates "
-            "before"
-        )
+        has = "has an" if zoned[row] else "has no"
+        fail(row, f"{has} offset from UTC, unlike the dates before")
     seconds = dates.astype("datetime64[s]")
     if (seconds != dates).any():
-        row = int((seconds != dates).argmax())
-        raise ValueError(
-            f"{path}, line {lines[row]}, column {name!r}: {cells[row]!r} is finer than "
-            "a second"
-        )
-    return seconds
+        fail(int((seconds != dates).argmax()), "is finer than a second")
+    offsets = np.asarray([_offset(zone) for zone in zones.tolist()], "timedelta64[s]")
+    return Dates(seconds, offsets, zones)
+
+
+def _refuse_counters(path: Path, name: str, column: Any) -> None:
+    """Refuses numbers, but for 20200131 and for years that are in order."""
+    if not column.str.fullmatch(r"[+-]?\d*[.,]?\d+").all():
+        return
+    if column.str.fullmatch(r"\d{8}").all():
+        return
+    advice = "dates belong in the first column, as in 2020-01-31"
+    if column.str.fullmatch(r"\d{4}").all():
+        years = column.astype(int)
+        ordered = years.is_monotonic_increasing or years.is_monotonic_decreasing
+        if ordered and years.between(*YEARS).all():
+            return
+        advice += "; date_format='%Y' says that the numbers are years"
+    raise ValueError(
+        f"{path}, column {name!r} holds the numbers {column.iloc[0]}, "
+        f"{column.iloc[1]}, ..., which are no dates: {advice}"
+    )
+
+
+@functools.cache
+def _offset(zone: str) -> timedelta:
+    """An offset from UTC; none is zero."""
+    zone = zone.upper() + "00" * (len(zone) == 3) or "Z"  # +02 is +0200
+    offset = datetime.strptime(zone, "%z").utcoffset()
+    assert offset is not None
+    return offset
 
 
 def _time(cell: str) -> str:
@@ -138,7 +198,7 @@ def _counted(dates: np.ndarray, step: Any, calendar: str) -> Int[np.ndarray, " n
 
 
 def _calendars(dates: np.ndarray) -> tuple[np.timedelta64, dict[str, np.ndarray]]:
-    """The commonest step, and the places of the dates in each calendar that fits."""
+    """The commonest step, and the places of the dates in each calendar that may fit."""
     differences, counts = np.unique(np.diff(dates), return_counts=True)
     step = differences[counts.argmax()]
     calendars = [""]
@@ -146,35 +206,70 @@ def _calendars(dates: np.ndarray) -> tuple[np.timedelta64, dict[str, np.ndarray]
         calendars = ["", "weekdays"]
     if step >= 28 * DAY:  # two months of 31 days are months
         calendars = ["months", "month ends", ""]
-    found: dict[str, np.ndarray] = {}
-    for calendar in calendars if step > 0 * SECOND else ():
-        places = _counted(dates, step, calendar)
-        if (stamps(dates[0], places, step, calendar) == dates).all():
-            found[calendar] = places
-    return step, found
+    if step <= 0 * SECOND:
+        calendars = []
+    return step, {calendar: _counted(dates, step, calendar) for calendar in calendars}
+
+
+def _fitting(dates: np.ndarray) -> tuple[np.timedelta64, dict[str, np.ndarray]]:
+    """The commonest step, and the places of the dates in each calendar that fits."""
+    step, places = _calendars(dates)
+    return step, {
+        calendar: x
+        for calendar, x in places.items()
+        if (stamps(dates[0], x, step, calendar) == dates).all()
+        and (np.diff(x) > 0).all()
+    }
 
 
 def is_even(dates: np.ndarray) -> bool:
     """Whether dates follow each other by one step."""
-    _, found = _calendars(dates)
+    _, found = _fitting(dates)
     return any((np.diff(places) == 1).all() for places in found.values())
+
+
+def clock_of(dates: Dates) -> np.ndarray:
+    """Local time of rows in order, by the clock in which they follow one another.
+
+    This is a clock that is never changed, with the offset of the last row, if steps are
+    even by it, as hours are; else the clock of the file, by which days are even.
+    """
+    steady = dates.utc + dates.offsets[-1]
+    if _fitting(steady)[1] or (np.diff(dates.local) <= 0 * SECOND).any():
+        return steady
+    return dates.local
 
 
 def steps_of(
     path: Path, lines: np.ndarray, dates: np.ndarray
 ) -> tuple[np.timedelta64, str, Int[np.ndarray, " n"]]:
     """Step and calendar with the fewest gaps, and the places of the dates in it."""
-    step, found = _calendars(dates)
+    step, found = _fitting(dates)
     if not found:
-        off = stamps(dates[0], _counted(dates, step, ""), step, "") != dates
+        off, calendar = min(
+            (
+                (stamps(dates[0], places, step, calendar) != dates, calendar)
+                for calendar, places in _calendars(dates)[1].items()
+            ),
+            key=lambda x: x[0].sum(),
+        )
         row = int(off.argmax())
+        steps = steps_text(step, calendar) + " steps" * (not calendar)
         raise ValueError(
             f"{path}, line {lines[row]}: {date_text(dates[row])} does not lie on the "
-            f"grid of {duration_text(step)} steps from {date_text(dates[0])}; put the "
-            "rows on an even grid first"
+            f"grid of {steps} from {date_text(dates[0])}; put the rows on an even grid "
+            "first"
         )
     calendar = min(found, key=lambda x: found[x][-1])
     return step, calendar, found[calendar]
+
+
+def steps_text(step: np.timedelta64, calendar: str) -> str:
+    """Steps between rows in words: `1 hour`, `weekdays`, `3 months`."""
+    if not calendar or calendar == "weekdays":
+        return calendar or duration_text(step)
+    months = months_in(step)
+    return f"{months} {calendar}" if months > 1 else calendar
 
 
 def date_text(date: np.datetime64) -> str:

@@ -4,11 +4,9 @@ A csv has a header, a date in its first column and numbers in the others. What i
 with one is an error that names line and column, unless an option says what to do.
 """
 
-import csv
 import gzip
 import hashlib
-import io
-import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +19,18 @@ from uhop_jax._files import reading, user_path
 from uhop_jax.data.dates import (
     DAY,
     SECOND,
+    clock_of,
     date_text,
-    duration_text,
     months_in,
     parsed_dates,
     stamps,
     steps_of,
+    steps_text,
 )
 from uhop_jax.data.house import simulated_house
 from uhop_jax.data.images import INSTALL, cause, check_reachable
+from uhop_jax.data.tables import DECIMALS, numbers, read_table
+from uhop_jax.data.windows import constant_columns
 
 ETT = (
     "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/"
@@ -76,8 +77,9 @@ SOURCES = {
 }
 SERIES = ("demo", *SOURCES)
 
-MISSING = frozenset(("", "na", "n/a", "nan", "null", "none"))
+FAR = 1000  # standard deviations of the other values
 OPTIONS = {
+    "decimal": DECIMALS,
     "missing": ("error", "interpolate"),
     "gaps": ("error", "fill"),
     "duplicates": ("error", "first", "mean"),
@@ -92,10 +94,13 @@ class Series(NamedTuple):
     Attributes:
       values: one column for each series, float64.
       names: of the columns.
-      dates: of the rows, datetime64[s]; UTC if the file gives offsets.
+      dates: of the rows, datetime64[s]; local time if the file gives offsets from UTC,
+        of the clock in which rows are even: hours by the offset of the last row
+        throughout, days by the clock of the file.
       step: the commonest time between rows, timedelta64[s].
       calendar: "" if every row comes one `step` after the one before; else `weekdays`,
         `months` (same day of the month) or `month ends`.
+      zone: offset from UTC of the last row, as it stands in the file, or "".
     """
 
     values: Float[np.ndarray, "n D"]
@@ -103,6 +108,18 @@ class Series(NamedTuple):
     dates: np.ndarray
     step: np.timedelta64
     calendar: str = ""
+    zone: str = ""
+
+    @property
+    def steps(self) -> str:
+        """Steps between rows in words: `1 hour`, `weekdays`, `3 months`."""
+        return steps_text(self.step, self.calendar)
+
+    def goes_on_like(self, other: "Series") -> bool:
+        """Whether the rows have the steps of another series."""
+        places = np.arange(len(self.dates))
+        stamped = stamps(self.dates[0], places, other.step, other.calendar)
+        return bool((stamped == self.dates).all())
 
     def following(self, number: int) -> np.ndarray:
         """Dates of so many rows beyond the end, datetime64[s]."""
@@ -155,6 +172,8 @@ def read_series(
     *,
     columns: Sequence[str] = (),
     date_format: str = "",
+    decimal: str = "auto",
+    missing_values: Sequence[Any] = (),
     missing: str = "error",
     gaps: str = "error",
     duplicates: str = "error",
@@ -163,17 +182,23 @@ def read_series(
 ) -> Series:
     """Reads a csv or csv.gz with a header, dates in the first column, numbers beside.
 
-    Cells are parted by commas, semicolons (then a comma may be the decimal point) or
-    tabs. Dates may be ISO 8601, month/day/year, day/month/year, day.month.year or have
-    the month's English name; which of two readings is meant is told by all rows.
+    Cells are parted by commas, semicolons or tabs. The decimal mark of numbers is a
+    point or a comma, and the other mark may part thousands. Dates may be ISO 8601,
+    month/day/year, day/month/year, day.month.year or have the month's English name.
+    Which of two readings is meant is told by all cells, or by an option.
     The rows must follow each other by one step: a fixed time, weekdays, or months.
+    A value that is more than a thousand standard deviations of the others away from
+    them is warned of.
 
     Args:
       path: of the file.
       columns: names of the columns to read; none is all.
       date_format: of `strptime`, for other dates and where two readings fit.
-      missing: for empty cells, `NA`, `nan`, `null`: `error`, or `interpolate` in time
-        (the nearest value at the ends).
+      decimal: mark of numbers: `point`, `comma`, or `auto`, the one that all cells fit.
+      missing_values: cells that mark a missing value, as `-9999` or `?`, beside empty
+        cells, `NA`, `nan`, `null`, `none`, `#N/A`.
+      missing: for missing values: `error`, or `interpolate` in time (the nearest value
+        at the ends).
       gaps: for rows that are missing: `error`, or `fill` by interpolation.
       duplicates: for rows of one date: `error`, the `first`, or their `mean`.
       unsorted: for dates that go back: `error`, or `sort`.
@@ -183,44 +208,45 @@ def read_series(
       ValueError: if an option is unknown, the file cannot be read, or is not as
         described; it names the line and the column.
     """
-    chosen = (missing, gaps, duplicates, unsorted, constant)
+    chosen = (decimal, missing, gaps, duplicates, unsorted, constant)
     for (option, choices), value in zip(OPTIONS.items(), chosen, strict=True):
         check_choice(option, value, choices)
     path = user_path(path)
-    names, lines, cells = _table(path)
-    wanted = _wanted(path, names, columns)
-    dates = parsed_dates(path, names[0], lines, [row[0] for row in cells], date_format)
-    values = np.empty((len(cells), len(wanted)))
-    for place, number in enumerate(wanted):
-        column = [row[number] for row in cells]
-        values[:, place] = _numbers(path, names[number], lines, column)
-    names = [names[number] for number in wanted]
+    table = read_table(path, _read(path))
+    lines, first_column = table.lines, [row[0] for row in table.cells]
+    wanted = table.columns(columns)
+    given = parsed_dates(path, table.names[0], lines, first_column, date_format)
+    values = numbers(table, wanted, decimal, missing_values)
+    names = [table.names[number] for number in wanted]
 
-    back = np.flatnonzero(np.diff(dates) < 0 * SECOND)
+    back = np.flatnonzero(np.diff(given.utc) < 0 * SECOND)
     if back.size and unsorted == "error":
+        before, row = given.local[back[0] : back[0] + 2]
         raise ValueError(
-            f"{path}, line {lines[back[0] + 1]}: {date_text(dates[back[0] + 1])} comes "
-            f"after {date_text(dates[back[0]])}; unsorted='sort' sorts the rows"
+            f"{path}, line {lines[back[0] + 1]}: {date_text(row)} comes "
+            f"after {date_text(before)}; unsorted='sort' sorts the rows"
         )
-    order = np.argsort(dates, kind="stable")
-    dates, values, lines = dates[order], values[order], lines[order]
+    order = np.argsort(given.utc, kind="stable")
+    given, values, lines = given.rows(order), values[order], lines[order]
 
-    again = np.flatnonzero(np.diff(dates) == 0 * SECOND)
+    again = np.flatnonzero(np.diff(given.utc) == 0 * SECOND)
     if again.size and duplicates == "error":
         raise ValueError(
-            f"{path}, line {lines[again[0] + 1]}: {date_text(dates[again[0]])} is "
-            f"there already, in line {lines[again[0]]}; duplicates='first' or 'mean' "
-            "makes one row of them"
+            f"{path}, line {lines[again[0] + 1]}: {date_text(given.local[again[0]])} "
+            f"is there already, in line {lines[again[0]]}; duplicates='first' or "
+            "'mean' makes one row of them"
         )
     if again.size:
-        dates, first, counts = np.unique(dates, return_index=True, return_counts=True)
+        _, first, counts = np.unique(given.utc, return_index=True, return_counts=True)
+        given = given.rows(first)
         if duplicates == "mean":
             values = np.add.reduceat(values, first) / counts[:, None]
         else:
             values = values[first]
         lines = lines[first]
-    if len(dates) < 3:
-        raise ValueError(f"{path} holds {len(dates)} rows, a series needs at least 3")
+    if len(lines) < 3:
+        raise ValueError(f"{path} holds {len(lines)} rows, a series needs at least 3")
+    local, dates = given.local, clock_of(given)
 
     absent = np.isnan(values)
     if absent.any() and missing == "error":
@@ -240,8 +266,8 @@ def read_series(
                 else f"the whole file lacks {number - len(dates)}, too many to fill"
             )
             raise ValueError(
-                f"{path}, line {lines[row + 1]}: {date_text(dates[row + 1])} follows "
-                f"{date_text(dates[row])}, with a step of {duration_text(step)} "
+                f"{path}, line {lines[row + 1]}: {date_text(local[row + 1])} follows "
+                f"{date_text(local[row])}, with a step of {steps_text(step, calendar)} "
                 f"{places[row + 1] - places[row] - 1} rows are missing between them; "
                 f"{advice}"
             )
@@ -249,19 +275,20 @@ def read_series(
     if absent.any() or number > len(values):
         values = _interpolated(values, places, number)
 
-    flat = np.ptp(values, axis=0) == 0
+    flat = constant_columns(values)
     if flat.any() and constant == "error":
         place = int(flat.argmax())
         raise ValueError(
             f"{path}, column {names[place]!r} is {values[0, place]:g} in every row; "
             "constant='keep' or 'drop' keeps or drops such columns"
         )
+    _warn_of_far_values(path, names, values)
     if constant == "drop":
         names = [name for name, x in zip(names, flat, strict=True) if not x]
         values = values[:, ~flat]
     if not names:
         raise ValueError(f"{path} holds no column that varies")
-    return Series(values, tuple(names), dates, step, calendar)
+    return Series(values, tuple(names), dates, step, calendar, str(given.zones[-1]))
 
 
 # Files
@@ -328,92 +355,21 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path} is no text in UTF-8") from None
 
 
-def _table(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:
-    """Header, and line number and cells of each row that is not blank."""
-    text = _read(path)
-    head = text.lstrip().partition("\n")[0]
-    delimiter = max(",;\t", key=head.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    lines, rows = [], []
-    try:
-        for row in reader:
-            if any(row):
-                lines.append(reader.line_num)
-                rows.append([cell.strip() for cell in row])
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    names = [name or f"column {i + 1}" for i, name in enumerate(rows[0])]
-    if len(names) < 2:
-        raise ValueError(
-            f"{path} holds one column, {names[0]!r}; it needs dates in the first and "
-            "numbers in others"
-        )
-    if re.match(r"[+-]?\d", rows[0][0]) and any(map(_is_number, rows[0][1:])):
-        raise ValueError(
-            f"{path}, line {lines[0]}: there is no header, the first line must name "
-            f"the columns, got {rows[0][0]}{delimiter}{rows[0][1]}"
-        )
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
-        raise ValueError(f"{path}, line {lines[0]}: two columns are named {twice[0]!r}")
-    for line, row in zip(lines, rows, strict=True):
-        if len(row) != len(names):
-            raise ValueError(
-                f"{path}, line {line}: {len(row)} cells, the header has {len(names)}"
+def _warn_of_far_values(
+    path: Path, names: Sequence[str], values: Float[np.ndarray, "n D"]
+) -> None:
+    """Warns of a value that is very far from the others, once for each column."""
+    for name, column in zip(names, values.T, strict=True):
+        away = np.abs(column - np.median(column))
+        value = column[away.argmax()]
+        others = column[column != value]
+        if len(others) > 1 and away.max() > FAR * others.std() > 0:
+            warnings.warn(
+                f"{path}, column {name!r}: {value:.15g} ({len(column) - len(others)} "
+                f"times) is {FAR} standard deviations away from the other values; if "
+                f"it marks missing values, missing_values=('{value:.15g}',) says so",
+                stacklevel=3,
             )
-    if delimiter == ";":  # then the decimal point may be a comma
-        rows = [[row[0], *(x.replace(",", ".") for x in row[1:])] for row in rows]
-    if len(rows) < 4:
-        raise ValueError(
-            f"{path} holds {len(rows) - 1} rows, a series needs at least 3"
-        )
-    return names, np.asarray(lines[1:]), rows[1:]
-
-
-def _wanted(path: Path, names: list[str], columns: Sequence[str]) -> list[int]:
-    for name in columns:
-        if name not in names[1:]:
-            raise ValueError(
-                f"{path} has no column {name!r} beside the dates; it has "
-                f"{', '.join(names[1:])}"
-            )
-    return [names.index(n) for n in columns] or list(range(1, len(names)))
-
-
-# Cells
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _numbers(
-    path: Path, name: str, lines: np.ndarray, cells: list[str]
-) -> Float[np.ndarray, " n"]:
-    """A column of numbers, NaN where they are missing."""
-    cells = ["nan" if cell.lower() in MISSING else cell for cell in cells]
-    try:
-        numbers = np.asarray(cells, np.float64)
-    except ValueError:
-        row = next(i for i, cell in enumerate(cells) if not _is_number(cell))
-        raise ValueError(
-            f"{path}, line {lines[row]}, column {name!r}: {cells[row]!r} is no number; "
-            "columns=(...) names the columns to read"
-        ) from None
-    if np.isinf(numbers).any():
-        row = int(np.isinf(numbers).argmax())
-        raise ValueError(
-            f"{path}, line {lines[row]}, column {name!r}: {cells[row]!r} is not finite"
-        )
-    if np.isnan(numbers).all():
-        raise ValueError(f"{path}, column {name!r} holds no value at all")
-    return numbers
 
 
 def _interpolated(

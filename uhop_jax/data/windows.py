@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import check_count
 
@@ -37,7 +37,8 @@ class Scaler(NamedTuple):
 
     Attributes:
       mean: of each column.
-      deviation: population standard deviation of each; 1 where a column is constant.
+      deviation: population standard deviation of each; 1 where a column is constant
+        but for rounding.
     """
 
     mean: Float[np.ndarray, " D"]
@@ -162,8 +163,14 @@ def splits(
 
 def scaler_of(values: Float[np.ndarray, "n D"]) -> Scaler:
     """The scaling that gives each column mean 0 and variance 1."""
-    varies = np.ptp(values, axis=0) > 0
-    return Scaler(values.mean(0), np.where(varies, values.std(0), 1.0))
+    deviation = np.where(constant_columns(values), 1.0, values.std(0))
+    return Scaler(values.mean(0), deviation)
+
+
+def constant_columns(values: Float[np.ndarray, "n D"]) -> Bool[np.ndarray, " D"]:
+    """Whether columns vary by no more than mean and variance are rounded."""
+    rounding = len(values) * np.finfo(values.dtype).eps * np.abs(values).max(0)
+    return values.std(0) <= rounding
 
 
 def window_batch(

@@ -1,5 +1,6 @@
 """Which results become which panel."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,29 @@ import numpy as np
 from uhop_jax import plotting, records
 from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
+from uhop_jax.plotting import Comparison, Panel, Style
 from uhop_jax.workdir import write_file
 
 ERROR = "error (sum of squared pixel differences)"
+SPREAD = "mean and its 95 % interval, without a lower half where it would reach zero"
 MOST_IMAGES = 100  # rows of an image grid; Matplotlib draws no more than 65,536 dots
-FEW = 7  # methods that one panel can show
+FEW = 8  # curves that one panel can show
+FEWEST = 3  # places from which on a curve says more than a comparison
 _GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
 _GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}
+# Methods of one family have numbers that follow one another.
+_FAMILIES = list(dict.fromkeys(_GROUPS.values()))
+_NUMBERS = {
+    name: number
+    for number, name in enumerate(
+        sorted(_GROUPS, key=lambda name: _FAMILIES.index(_GROUPS[name]))
+    )
+}
+
+Rows = Sequence[Mapping[str, Any]]
 
 
-def grouped(
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[str, list[Mapping[str, Any]]]:
+def grouped(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
     """Records by the group of their method."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -28,37 +40,111 @@ def grouped(
     return found
 
 
-def sweep(rows: Sequence[Mapping[str, Any]]) -> list[plotting.Panel]:
+def styles(rows: Rows) -> dict[str, Style]:
+    """One look for each `label`: the colour is that of the method everywhere.
+
+    Of several settings the earlier are lighter, and each has a marker of its own.
+    """
+    found: dict[str, Style] = {}
+    for (method,), ours in records.grouped(rows, ("method",)).items():
+        labels = list(dict.fromkeys(row["label"] for row in ours))
+        for place, label in enumerate(labels):
+            shade = 1 - 0.7 * (len(labels) - 1 - place) / len(labels)
+            number = _NUMBERS[method]
+            found[label] = Style(number, number + place, shade, plain=method == LIMIT)
+    return found
+
+
+def sweep(rows: Rows) -> list[Panel] | list[Comparison]:
     """Error against memory size, or against the level of each kind of corruption.
 
-    Many methods are drawn group by group.
+    Of one size and level, or two, the methods are compared side by side.
     """
     rows = records.labelled(rows)
-    few = len({row["label"] for row in rows}) <= FEW
     by_size = len({row["memories"] for row in rows}) > 1
-    panels = []
+    x = "memories" if by_size else "level"
     keys = ("corruption", "level") if by_size else ("corruption",)
-    for corruption, ours in records.grouped(rows, keys).items():
-        groups = {"all methods": ours} if few else grouped(ours)
-        for group, members in groups.items():
-            panels.append(
-                plotting.Panel(
-                    f"{group}, {' '.join(map(str, corruption))}",
-                    records.curves(
-                        members, "memories" if by_size else "level", "error", "label"
-                    ),
-                    "stored memories M" if by_size else f"level of {corruption[0]}",
-                    ERROR,
-                    xscale="log" if by_size else "linear",
-                    yscale="auto",
-                )
-            )
-    return panels
+    cells = records.grouped(rows, keys)
+    if all(len({row[x] for row in ours}) < FEWEST for ours in cells.values()):
+        return [
+            _comparison(ours, f"M = {M}, {corruption} {level:g}")
+            for (M, corruption, level), ours in records.grouped(
+                rows, records.CELL
+            ).items()
+        ]
+    return [
+        Panel(
+            ", ".join([" ".join(map(str, corruption)), *([name] if name else [])]),
+            records.curves(members, x, "error", "label", interval=True),
+            "stored memories M" if by_size else f"level of {corruption[0]}",
+            ERROR,
+            xscale="log" if by_size else "linear",
+            yscale="auto",
+            styles=styles(rows),
+        )
+        for corruption, ours in cells.items()
+        for name, members in _families(ours)
+    ]
 
 
-def save(path: Path, parts: Sequence[plotting.Panel], title: str) -> None:
-    """Writes the panels whole or not at all."""
-    write_file(path, lambda file: plotting.panels(file, parts, title=title))
+def _families(rows: Rows) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Records that one panel shows, with its name, and the limit in each.
+
+    All methods, if they are few; else by group, and of a large group as many methods as
+    a panel can show.
+    """
+    bound = [row for row in rows if row["method"] == LIMIT]
+    others = [row for row in rows if row["method"] != LIMIT]
+    if len({row["label"] for row in others}) <= FEW:
+        return [("", [*others, *bound])]
+    found = []
+    for group, ours in grouped(others).items():
+        panels: list[list[list[Mapping[str, Any]]]] = []
+        room = 0
+        for lot in records.grouped(ours, ("method",)).values():
+            curves = len({row["label"] for row in lot})
+            if curves > room:
+                panels.append([])
+                room = FEW
+            panels[-1].append(lot)
+            room -= curves
+        for lots in panels:
+            name = lots[0][0]["method"] if len(lots) == 1 < len(panels) else group
+            found.append((name, [*itertools.chain(*lots), *bound]))
+    return found
+
+
+def _comparison(rows: Rows, title: str) -> Comparison:
+    """The error of each method in one cell, and the limit as a line."""
+    groups: dict[str, dict[str, tuple[float, float]]] = {}
+    line = None
+    for group, ours in grouped(rows).items():
+        for (label,), lot in records.grouped(ours, ("label",)).items():
+            errors = [row["error"] for row in lot]
+            half = records.half_width(errors) if len(errors) > 1 else 0.0
+            mean = float(np.mean(errors))
+            if lot[0]["method"] == LIMIT:
+                line = (LIMIT, mean)
+            else:
+                groups.setdefault(group, {})[label] = (mean, half)
+    return Comparison(title, groups, ERROR, line=line, styles=styles(rows))
+
+
+def save(path: Path, parts: list[Panel] | list[Comparison], title: str) -> None:
+    """Writes a figure whole or not at all, and what its error bars are."""
+    compared = [part for part in parts if isinstance(part, Comparison)]
+    curves = [part for part in parts if isinstance(part, Panel)]
+    if compared or not curves[0].points:
+        title = f"{title}\n{SPREAD}"
+
+    def write(file: Path) -> None:
+        if compared:
+            columns = 1 if len(compared) < 4 else 2 if len(compared) < 9 else 4
+            plotting.comparisons(file, compared, title=title, columns=columns)
+        else:
+            plotting.panels(file, curves, title=title)
+
+    write_file(path, write)
 
 
 def images(

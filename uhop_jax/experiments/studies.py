@@ -30,31 +30,28 @@ def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
     Of several rates each has curves of its own.
     """
-    plain = [r for r in rows if not r["setting"].startswith("N=")]
-    learned = []
+    learned, plain = [], []
     for row in rows:
         if row["setting"].startswith("N="):
             steps, _, rate = row["setting"][2:].partition(", ")
             label = _label(row["method"], rate)
-            learned.append(dict(row, steps=int(steps), method=label))
+            learned.append(dict(row, steps=int(steps), label=label))
+        else:
+            plain.append(dict(row, label=row["method"]))
+    looks = figures.styles([*learned, *plain])
     parts = []
-    for M in dict.fromkeys(r["memories"] for r in rows):
-        ours = [r for r in learned if r["memories"] == M]
-        found = records.curves(ours, "steps", "error", "method")
-        places = sorted({r["steps"] for r in ours})
-        for name in dict.fromkeys(r["method"] for r in plain):
-            errors = [
-                r["error"] for r in plain if (r["memories"], r["method"]) == (M, name)
-            ]
-            mean, spread = float(np.mean(errors)), float(np.std(errors))
-            found[name] = Series(places, [mean] * len(places), [spread] * len(places))
-        label = "Stage I steps N"
-        panel = Panel(f"M = {M}", found, label, figures.ERROR, "symlog", "auto")
-        parts.append(panel)
-        if len({r["memories"] for r in rows}) == 1:
-            for key, name in (("loss", "separation loss"), ("delta_min", "Delta_min")):
-                curves = records.curves(ours, "steps", key, "method")
-                parts.append(Panel(f"M = {M}", curves, label, name, "symlog"))
+    for (M,), ours in records.grouped(learned, ("memories",)).items():
+        places = {row["steps"] for row in ours}
+        level = [dict(r, steps=N) for r in plain if r["memories"] == M for N in places]
+        for key, name, shown, scale in (
+            ("error", figures.ERROR, [*ours, *level], "auto"),
+            ("loss", "separation loss", ours, "linear"),
+            ("delta_min", "Delta_min", ours, "linear"),
+        ):
+            if key == "error" or len({row["memories"] for row in rows}) == 1:
+                curves = records.curves(shown, "steps", key, "label", interval=True)
+                about = (f"M = {M}", curves, "Stage I steps N", name, "symlog", scale)
+                parts.append(Panel(*about, styles=looks))
     return parts
 
 
@@ -86,20 +83,20 @@ def temperature_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
 def temperature_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Error against beta of each method with its best kernel, on its own grid."""
     best = {(method, setting) for method, setting, *_ in _best_betas(rows)}
-    chosen = [r for r in rows if (r["method"], r["setting"]) in best]
+    chosen = [
+        dict(r, label=_label(r["method"], r["setting"]))
+        for r in rows
+        if (r["method"], r["setting"]) in best
+    ]
     return [
         Panel(
             group,
-            records.curves(
-                [dict(r, label=_label(r["method"], r["setting"])) for r in ours],
-                "beta",
-                "error",
-                "label",
-            ),
+            records.curves(ours, "beta", "error", "label", interval=True),
             "inverse temperature beta",
             figures.ERROR,
             xscale="log",
             yscale="auto",
+            styles=figures.styles(chosen),
         )
         for group, ours in figures.grouped(chosen).items()
     ]
@@ -290,6 +287,7 @@ def metastability_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
                 "beta",
                 "size",
                 "name",
+                interval=True,
             ),
             "inverse temperature beta",
             "memories mixed (participation ratio)",

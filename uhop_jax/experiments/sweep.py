@@ -35,7 +35,7 @@ from uhop_jax.experiments.methods import (
     meaning,
 )
 from uhop_jax.experiments.protocols import Protocol, check, protocol_of, resolve
-from uhop_jax.plotting import Panel
+from uhop_jax.plotting import Comparison, Panel
 from uhop_jax.progress import Progress
 from uhop_jax.workdir import claimed, fingerprint, read_table, write_table
 
@@ -144,7 +144,7 @@ class Experiment(NamedTuple):
     columns: Mapping[str, type]
     cell: Callable[[Study, Cell, Any], list[dict]]
     sets: Callable[[Study, Cell], int]
-    figure: Callable[[Sequence[Mapping]], list[Panel]]
+    figure: Callable[[Sequence[Mapping]], list[Panel] | list[Comparison]]
     report: Callable[[Sequence[Mapping]], str]
     compare: bool = True
 
@@ -230,11 +230,9 @@ def _run(
     finally:
         progress.close()
     written = ["config.json", "results.csv", "figure.png"]
-    title = f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets"
-    parts = experiment.figure(rows)
+    title = title_of(config)
     spread = " (mean ± standard deviation)"
-    drawn = title if parts[0].points else title + spread
-    figures.save(workdir / "figure.png", parts, drawn)
+    figures.save(workdir / "figure.png", experiment.figure(rows), title)
     if experiment.compare and any(row["method"] == BASELINE for row in rows):
         pairs = records.differences(rows, BASELINE)
         write_table(workdir / "differences.csv", pairs)
@@ -252,6 +250,11 @@ def _run(
 def patterns_read(name: str, patterns: Any) -> dict[str, Any]:
     """What a run that reads some patterns is bound to."""
     return {name: fingerprint(np.asarray(patterns.values), patterns.names)}
+
+
+def title_of(config: ConfigDict) -> str:
+    """The title of a run, for table and figure."""
+    return f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets"
 
 
 def load_patterns(config: ConfigDict) -> data.Patterns:

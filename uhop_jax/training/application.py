@@ -103,6 +103,10 @@ class Application(abc.ABC):
         del cell
         return tuple(self.config.seeds)
 
+    def curves_title(self, cell: Cell) -> str:
+        """The title above the curves of a run."""
+        return cell.title
+
     @property
     @abc.abstractmethod
     def title(self) -> str:

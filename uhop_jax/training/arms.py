@@ -1,9 +1,10 @@
 """The arms of a study: a separation, with or without U-Hop, and the controls."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from uhop_jax._checks import check_choice
+from uhop_jax.plotting import Style
 from uhop_jax.separation import Entmax, separation_from_name
 
 
@@ -64,6 +65,24 @@ def arm_of(name: str) -> Arm:
     """
     check_choice("arm", name, ARMS)
     return ARMS[name]
+
+
+def styles(labels: Iterable[str]) -> dict[str, Style]:
+    """How curves look: an arm alike in all figures, with an external memory lighter.
+
+    Under every separation the same variant has the same colour. What is no arm is grey.
+    """
+    colors = (0, 6, 7, 8, 3, 9, 4, 2, 1)  # of the variants, in the order of `_arms`
+    found = {}
+    for place, label in enumerate(labels):
+        arm = label if label in ARMS else label.rpartition(", ")[0]
+        if arm not in ARMS:
+            found[label] = Style(5, place)
+            continue
+        number = list(ARMS).index(arm)
+        shade, more = (1.0, 0) if label == arm else (0.6, 5)
+        found[label] = Style(colors[number % len(colors)], number + more, shade)
+    return found
 
 
 def separation_options(arm: Arm, alpha: float) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from uhop_jax.training.application import (
     directory_name,
     with_matched_size,
 )
-from uhop_jax.training.arms import arm_of, separation_options
+from uhop_jax.training.arms import arm_of, separation_options, styles
 from uhop_jax.training.run import Data, Goal, best_epoch, best_state
 from uhop_jax.training.steps import (
     SEPARATIONS,
@@ -198,7 +198,8 @@ class Forecasting(Application):
         for own in ("name", "split"):
             del options[own]
         directory = options.pop("dir") or None
-        options["columns"] = tuple(options["columns"])
+        for name_list in ("columns", "missing_values"):
+            options[name_list] = tuple(options[name_list])
         return data.series(name, directory=directory, **options)
 
     @functools.cached_property
@@ -393,8 +394,8 @@ class Forecasting(Application):
                     if row["phase"] == "task"
                 ]
                 curves = records.curves(long, "epoch", f"{part}_loss", "arm")
-                label = f"{part} {config.train.loss.upper()}"
-                parts.append(plotting.Panel(title, curves, "epoch", label))
+                about = (title, curves, "epoch", f"{part} {config.train.loss.upper()}")
+                parts.append(plotting.Panel(*about, styles=styles(curves)))
         return {"figure.png": parts}
 
     def predict(
@@ -413,6 +414,12 @@ class Forecasting(Application):
                 f"predict: a window takes {cell.window} rows, {self.config.predict} "
                 f"has {len(given.values)}"
             )
+        if not given.goes_on_like(series):
+            raise ValueError(
+                f"predict: the model has learned steps of {series.steps}, the rows of "
+                f"{self.config.predict} have steps of {given.steps}"
+            )
+        given = given._replace(step=series.step, calendar=series.calendar)
         windows = [splits.scaler.scaled(given.values[-cell.window :])]
         (ahead,) = self._forecasts(cell, trainer, state, windows)
         path = _file(directory, cell, "predictions.csv")

@@ -7,12 +7,14 @@ import jax
 import numpy as np
 
 from uhop_jax import data, plotting, records
-from uhop_jax.data.dates import date_text, duration_text
+from uhop_jax.data.dates import date_text
 from uhop_jax.training.application import Rows
+from uhop_jax.training.arms import styles
 from uhop_jax.workdir import write_file, write_table
 
 METRICS = ("mse", "mae")
-COLUMNS = 3  # of a figure of forecasts: series, and windows of each
+COLUMNS = 3  # windows in a figure of forecasts
+SHOWN = 8  # series in it
 
 
 def table(rows: Rows) -> str:
@@ -57,15 +59,13 @@ def labels(names: Sequence[str]) -> dict[str, str]:
 
 def errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
     """Test errors of each arm against the horizon or the window."""
-    return [
-        plotting.Panel(
-            title,
-            records.curves(rows, against, f"test_{metric}", "arm"),
-            f"{against} in steps",
-            f"test {metric.upper()} of standardised values",
-        )
-        for metric in METRICS
-    ]
+    parts = []
+    for metric in METRICS:
+        curves = records.curves(rows, against, f"test_{metric}", "arm")
+        label = f"test {metric.upper()} of standardised values"
+        about = (title, curves, f"{against} in steps", label)
+        parts.append(plotting.Panel(*about, styles=styles(curves)))
+    return parts
 
 
 def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
@@ -78,7 +78,7 @@ def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
     """
     dates = series.following(len(ahead))
     rows = [
-        {"date": date_text(date)}
+        {"date": date_text(date) + series.zone}
         | dict(zip(series.names, map(float, values), strict=True))
         for date, values in zip(dates, ahead, strict=True)
     ]
@@ -94,7 +94,9 @@ def draw(
     forecasts: Sequence[np.ndarray],
     window: int,
 ) -> None:
-    """Draws forecasts against truth, a row of panels for each of the first series.
+    """Draws forecasts against truth, a row of panels for each series.
+
+    Of many series the first are drawn, and the last, which is often the target.
 
     Args:
       path: file to write.
@@ -105,25 +107,19 @@ def draw(
       window: steps that the forecasts were made from.
     """
     horizon = len(forecasts[0])
-    before = min(window, 2 * horizon)
-    parts = []
-    for column in range(min(COLUMNS, len(series.names))):
-        for first, forecast in zip(starts, forecasts, strict=True):
-            truth = series.values[first - before : first + horizon, column]
-            curves = {
-                "truth": _curve(range(-before, horizon), truth),
-                "forecast": _curve(range(horizon), forecast[:, column]),
-            }
-            panel_title = f"from {date_text(series.dates[first])}"
-            steps = f"steps of {duration_text(series.step)}"
-            name = series.names[column]
-            parts.append(plotting.Panel(panel_title, curves, steps, name))
+    before, last = min(window, 2 * horizon), len(series.names) - 1
+    shown = [*range(min(last, SHOWN - 1)), last]
+    truth = [series.values[i - before : i + horizon, shown] for i in starts]
     if jax.process_index() == 0:
         write_file(
             path,
-            lambda file: plotting.panels(file, parts, title=title, columns=COLUMNS),
+            lambda file: plotting.forecasts(
+                file,
+                np.stack(truth),
+                np.stack(forecasts)[:, :, shown],
+                names=[series.names[i] for i in shown],
+                titles=[f"from {date_text(series.dates[i])}" for i in starts],
+                xlabel=series.steps if series.calendar else f"steps of {series.steps}",
+                title=title,
+            ),
         )
-
-
-def _curve(x: Sequence[int], values: np.ndarray) -> plotting.Series:
-    return plotting.Series(list(x), values.tolist(), [0.0] * len(values))

@@ -29,11 +29,13 @@ class Options(NamedTuple):
       on_device: keep the whole data set in device memory; otherwise it is streamed.
       checkpoint_seconds: between two checkpoints within an epoch.
       progress: show how far it is.
+      title: above the curves of the run.
     """
 
     on_device: bool = True
     checkpoint_seconds: float = 60.0
     progress: bool = True
+    title: str = ""
 
 
 class Goal(NamedTuple):
@@ -92,7 +94,7 @@ def train(
     with closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
         rows = _train(trainer, goal, workdir, checkpoints, options)
     if jax.process_index() == 0:
-        _curves(workdir / "curves.png", rows, trainer, goal)
+        _curves(workdir / "curves.png", options.title, rows, trainer, goal)
     return rows
 
 
@@ -514,7 +516,11 @@ class Board:
 
 
 def _curves(
-    path: Path, rows: Sequence[Mapping[str, Any]], trainer: Trainer, goal: Goal
+    path: Path,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    trainer: Trainer,
+    goal: Goal,
 ) -> None:
     """Metrics against epochs, as in the paper's figures of convergence."""
     names = {
@@ -539,8 +545,8 @@ def _curves(
         long = [dict(row, part="separation") for row in ours]
         curves = records.curves(long, "epoch", "separation", "part")
         if curves:
-            title = "separation loss" + (", Stage I" if phase[0] != "task" else "")
-            parts.append(plotting.Panel(title, curves, "epoch", "separation loss"))
+            name = "separation loss" + (", Stage I" if phase[0] != "task" else "")
+            parts.append(plotting.Panel(name, curves, "epoch", "separation loss"))
     seeds = len({row["seed"] for row in rows})
-    title = f"{seeds} seeds (mean ± standard deviation)" * (seeds > 1)
-    write_file(path, lambda partial: plotting.panels(partial, parts, title=title))
+    spread = f", {seeds} seeds (mean ± standard deviation)" * (seeds > 1)
+    write_file(path, lambda file: plotting.panels(file, parts, title=title + spread))

@@ -83,9 +83,8 @@ def _train_cells(
         trainer = study.trainer(cell)
         if run not in histories:
             held.enter_context(workdirs.claimed(directory, *_bound(study, run)))
-            histories[run] = train(
-                trainer, study.goal(), directory, options=_options(config)
-            )
+            options = _options(config)._replace(title=study.curves_title(cell))
+            histories[run] = train(trainer, study.goal(), directory, options=options)
         histories[cell] = histories[run]
         rows += study.summary(cell, trainer, histories[cell], directory)
         if chief:

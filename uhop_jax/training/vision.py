@@ -27,7 +27,7 @@ from uhop_jax.training.application import (
     Rows,
     with_matched_size,
 )
-from uhop_jax.training.arms import arm_of, separation_options
+from uhop_jax.training.arms import arm_of, separation_options, styles
 from uhop_jax.training.run import Goal
 from uhop_jax.training.steps import (
     SEPARATIONS,
@@ -113,6 +113,9 @@ class Vision(Application):
         number, apart = len(self.config.seeds), self.config.data.held_out
         text = f"{name}, {self.config.model.name}, {number} seed{'s' * (number > 1)}"
         return text + f", judged by {apart} training images held out" * (apart > 0)
+
+    def curves_title(self, cell: Any) -> str:
+        return f"{Path(self.config.data.name).name}, {cell.title}"
 
     def cells(self) -> list[Cell]:
         config = self.config
@@ -210,7 +213,9 @@ class Vision(Application):
                 ("test_loss", "test loss"),
             ):
                 found = records.curves(long, "epoch", key, "arm")
-                curves.append(plotting.Panel(title, found, "epoch", name))
+                looks = styles(found)
+                panel = plotting.Panel(title, found, "epoch", name, styles=looks)
+                curves.append(panel)
         if len(sizes) == 1:
             return {"figure.png": curves}
         parts = []
@@ -227,7 +232,8 @@ class Vision(Application):
                 dict(r, size=r["size"] or full) for r in rows if r["patch"] == patch
             ]
             found = records.curves(ours, "size", key, "arm")
-            parts.append(plotting.Panel(f"patch {patch}", found, label, name, "log"))
+            about = (f"patch {patch}", found, label, name, "log")
+            parts.append(plotting.Panel(*about, styles=styles(found)))
         return {"figure.png": parts, "curves.png": curves}
 
     def predict(

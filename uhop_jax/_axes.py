@@ -1,0 +1,122 @@
+"""What all figures of numbers share: looks of curves, axes from zero, small files."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+
+# Distinct in colour, and by dashes and markers also in black and white.
+_COLORS = (
+    *("#000000", "#d55e00", "#009e73", "#5b3fa0", "#cc79a7", "#7f7f7f", "#0072b2"),
+    *("#e69f00", "#8c510a", "#56b4e9"),
+)
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "X", "P", "*", "<", ">", "p")
+FONT = 9  # points, of the smallest letters
+
+
+class Style(NamedTuple):
+    """How curves and marks look.
+
+    Attributes:
+      color: number of the colour.
+      mark: number of marker and dashes.
+      shade: below 1, the colour is mixed with white.
+      plain: a grey line without markers, of what is no method but a bound.
+    """
+
+    color: int
+    mark: int
+    shade: float = 1.0
+    plain: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Options of Matplotlib's lines."""
+        if self.plain:
+            look = {"color": "0.45", "linestyle": (0, (6, 2)), "linewidth": 2.0}
+            return look | {"zorder": 1}
+        code = _COLORS[self.color % len(_COLORS)]
+        parts = [int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        return {
+            "color": tuple(1 - self.shade * (1 - x) for x in parts),
+            "linestyle": _DASHES[self.mark % len(_DASHES)],
+            "linewidth": 1.3,
+            "marker": _MARKERS[self.mark % len(_MARKERS)],
+            "markersize": 5,
+            "fillstyle": "none" if self.mark % 2 else "full",
+        }
+
+
+def from_zero(
+    axis: Any,
+    which: str,
+    values: Float[np.ndarray, " n"],
+    ends: Float[np.ndarray, " m"],
+) -> None:
+    """Scale for values that are never negative, from zero to the ends of their bars.
+
+    If they are of several orders it is logarithmic, and what is zero, or nearly so, has
+    a zone in grey at its lower end.
+    """
+    values, ends = values[np.isfinite(values)], ends[np.isfinite(ends)]
+    most = values.max(initial=0.0)
+    highest = 1.3 * ends.max(initial=most)
+    if values.min(initial=np.inf) * 30 >= most:
+        axis.set(**{f"{which}lim": (0, 0.85 * highest or 1)})
+        return
+    decades = 10.0 ** np.arange(-5, 1) * 10 ** np.ceil(np.log10(most))
+    least = values[values >= decades[0]].min()
+    steps = (1, 2, 5) if least * 100 > most else (1,)
+    ticks = np.outer(decades, steps).ravel()
+    narrow = ticks[ticks <= least * (1 + 1e-9)].max(initial=decades[0])
+    ticks = ticks[(ticks >= narrow) & (ticks <= highest)]
+    low = narrow
+    scale = axis.set_yscale if which == "y" else axis.set_xscale
+    if values.min() < narrow:
+        span = axis.axhspan if which == "y" else axis.axvspan
+        span(0, narrow, color="0.9", linewidth=0, zorder=0)
+        width = 0.12 * np.log10(highest / narrow)  # in decades: some 15 % of the axis
+        scale("symlog", linthresh=narrow, linscale=width)
+        ticks, low = np.concatenate([[0], ticks]), -0.1 * narrow
+    else:
+        scale("log")
+    labels = [f"{x:g}" for x in ticks]
+    axis.set(**{f"{which}ticks": ticks, f"{which}ticklabels": labels})
+    axis.set(**{f"{which}lim": (low, highest)})
+    getattr(axis, f"{which}axis").set_tick_params(which="minor", length=0)
+
+
+def bars(mean: ArrayLike, spread: ArrayLike, positive: bool) -> np.ndarray | None:
+    """Half-lengths of error bars below and above.
+
+    On an axis for what is positive, a bar that would reach zero has no lower half.
+    """
+    if not np.any(spread):
+        return None
+    below = above = np.asarray(spread, float)
+    if positive:
+        below = np.where(below < np.asarray(mean, float), below, 0.0)
+    return np.stack([below, above])
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure of lines and letters; a png of 256 colours, a third as large."""
+    from PIL import Image
+
+    figure.savefig(path, dpi=150)
+    if path.suffix == ".png":
+        with Image.open(path) as image:
+            few = image.convert("RGB").quantize(
+                256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+            )
+        few.save(path, optimize=True)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    """Figure and canvas classes that need no display and leave pyplot alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    return Figure, FigureCanvasAgg
