@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,6 +36,10 @@ _TYPES: dict[str, type] = {
 _VERSION = 1
 
 
+def _is_kernel(x: Any) -> bool:
+    return isinstance(x, kernels.Kernel)
+
+
 def save(path: str | Path, tree: Any) -> Path:
     """Saves a kernel, similarity, separation, memory, calibration or corruption.
 
@@ -49,8 +54,11 @@ def save(path: str | Path, tree: Any) -> Path:
       The path written.
 
     Raises:
-      ValueError: if the type cannot be saved.
+      ValueError: if the type cannot be saved, or a kernel holds NaN.
     """
+    for part in jax.tree.leaves(tree, is_leaf=_is_kernel):
+        if _is_kernel(part):
+            kernels.check_numbers(part)
     path = Path(path)
     if path.suffix != ".npz":
         path = path.with_name(path.name + ".npz")

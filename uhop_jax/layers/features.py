@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from uhop_jax._checks import check_choice
+from uhop_jax._checks import (
+    check_choice,
+    check_count,
+    check_floating,
+    check_rngs,
+    check_sizes,
+)
 from uhop_jax.losses import least_separation_loss, separation_loss
 
 STARTS = ("identity", "random", "uniform")
@@ -59,7 +65,7 @@ class LinearFeatures(nnx.Module):
       rngs: for the random start.
 
     Raises:
-      ValueError: if the start is unknown.
+      ValueError: if the start is unknown, or an argument is of another type.
     """
 
     def __init__(
@@ -73,7 +79,11 @@ class LinearFeatures(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_count("size", size, 1)
+        check_sizes(feature_size=feature_size)
         check_choice("start", start, STARTS)
+        check_floating("param_dtype", param_dtype)
+        check_rngs(rngs)
         shape = (size, feature_size or size)
         if start == "identity":
             weights = jnp.eye(*shape, dtype=param_dtype)
@@ -143,6 +153,7 @@ def separation_losses(
     Raises:
       ValueError: if no layer has a kernel.
     """
+    model = nnx.merge(*nnx.split(model))  # which may be a constant of a trace
     _, found = nnx.capture(model, SeparatedMemories)(*inputs, **options)
     losses, gaps = [], []
     for _, variable in nnx.to_flat_state(found):

@@ -14,6 +14,8 @@ from jaxtyping import Array
 from uhop_jax._checks import (
     as_floating,
     is_traced,
+    kind_of,
+    native,
 )
 from uhop_jax.streaming._device import Stored, fold_tiles
 from uhop_jax.streaming._passes import (
@@ -49,15 +51,20 @@ class _Pieces:
                 raise ValueError(f"{name}: the iterator holds no block")
             self.begun: Iterator[np.ndarray] | None = itertools.chain([first], pieces)
         else:
-            first = self.array = np.asarray(source)
+            try:
+                first = self.array = np.asarray(source)
+            except ValueError:
+                raise ValueError(
+                    f"{name} must be an array, got {kind_of(source)}"
+                ) from None
             self.count = len(first) if first.ndim else 0
+        if first.dtype.kind not in "biuf" and first.dtype != jnp.bfloat16:
+            raise ValueError(f"{name} must be real numbers, got dtype {first.dtype}")
         if first.ndim != 2 or not first.size:
             raise ValueError(
                 f"{name} must have shape (n, d), one pattern per row and at least one, "
                 f"got {first.shape}"
             )
-        if first.dtype.kind not in "biuf" and first.dtype != jnp.bfloat16:
-            raise ValueError(f"{name} must be real numbers, got dtype {first.dtype}")
         self.sample = as_floating(np.zeros_like(first[:1]), name)
 
     def _open(self) -> Iterator[np.ndarray]:
@@ -72,7 +79,7 @@ class _Pieces:
         return map(self._piece, pieces)
 
     def _piece(self, piece: Any) -> np.ndarray:
-        piece = np.asarray(piece)
+        piece = native(np.asarray(piece))
         if piece.ndim != 2:
             raise ValueError(
                 f"{self.name}: blocks must have shape (n, d), got {piece.shape}"
@@ -89,7 +96,8 @@ class _Pieces:
         """Blocks of `size` rows, the last one padded, and how many of them count."""
         if self.array is not None:
             for start in range(0, len(self.array), size):
-                yield _padded(np.asarray(self.array[start : start + size]), size)
+                block = native(np.asarray(self.array[start : start + size]))
+                yield _padded(block, size)
             return
         pieces = self._open() if self.begun is None else self.begun
         self.begun = None
@@ -116,7 +124,7 @@ class _Pieces:
     def take(self, index: np.ndarray, size: int) -> np.ndarray:
         """Rows by number."""
         if self.array is not None:
-            return np.asarray(self.array[index])
+            return native(np.asarray(self.array[index]))
         found = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
         start = 0
         for block, count in self.blocks(size):
