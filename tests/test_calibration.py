@@ -507,3 +507,18 @@ def test_two_sided_centring_beats_every_fixed_similarity_under_folded_noise():
         z = similarity(MEMORIES, query)
         least.append(sweep_errors(MEMORIES, z, target, Softmax(), beta_grid(z)).min())
     assert least[0] < 0.9 * min(least[1:])
+
+
+@pytest.mark.parametrize("accuracy", [0.5, None])
+def test_nan_in_a_table_is_no_error_where_nan_is_looked_for(accuracy):
+    memories = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (12, 6)))
+    options = {"queries": 24, "accuracy": accuracy}
+    similarities = (Dot(), Cosine(), NegativeL1(), NegativeL2(), NegativeSquaredL2())
+    options["candidates"] = {type(s).__name__: s for s in similarities} | {
+        "other": Cosine(Centering(memories.mean(0)))
+    }
+    expected = calibrate(jax.random.key(1), memories, Mask(0.5), **options)
+    with jax.debug_nans(True):
+        found = calibrate(jax.random.key(1), memories, Mask(0.5), **options)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert np.isnan(found.trials).any()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import assert_close
 
 import uhop_jax as uj
 from uhop_jax import theory
@@ -218,3 +219,74 @@ def test_unusual_but_right_input_is_taken(untyped):
     np.testing.assert_array_equal(found.sizes, [2, 3])
     old, new = (uj.gaussian_start(k, 3) for k in (jax.random.PRNGKey(0), KEY))
     np.testing.assert_array_equal(old.weights, new.weights)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4"])
+def test_arrays_in_another_order_of_bytes(dtype, tmp_path, untyped):
+    given = (np.random.default_rng(0).normal(size=(6, 4)) * 5).astype(dtype)
+    native = given.astype(given.dtype.newbyteorder("="))
+    path = tmp_path / "memories.npy"
+    np.save(path, given)
+    one = np.asarray(1.0, ">f8")
+    expected = uj.retrieve(native, native[:2], beta=1.0).state
+    found = [
+        uj.retrieve(given, given[:2], beta=one).state,
+        uj.retrieve_streamed(jnp.asarray(native), given[:2], beta=one).state,
+    ]
+    for memories in (given, path, lambda: iter([given[:4], given[4:]])):
+        found.append(uj.retrieve_streamed(memories, given[:2], beta=1.0).state)
+    top = uj.retrieve_streamed(given, given[:2], beta=1.0, separation=uj.TopK(6))
+    for state in (*found, top.state):
+        assert state.dtype == expected.dtype
+        assert_close(state, expected)
+    memory, _ = uj.Memory.empty(4, dtype=jnp.float64).add(given)
+    np.testing.assert_array_equal(memory.patterns[:6], native)
+    split = uj.shard_memories(given, uj.memory_mesh(1)).memories
+    np.testing.assert_array_equal(split, native)
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (np.ones((2, 4), np.longdouble), "dtype float128"),
+        (np.ones((2, 4), object), "dtype object"),
+        (np.full((2, 4), "one"), "dtype <U3"),
+        (np.zeros((2, 4), "M8[D]"), r"dtype datetime64\[D\]"),
+        ([[1.0, 2], [3]], "a list with parts of unlike lengths"),
+    ],
+    ids=["long double", "objects", "text", "dates", "ragged"],
+)
+def test_what_is_no_array_of_numbers_is_named_in_words_of_ours(given, got, untyped):
+    memories = np.ones((2, 4))
+    for call in (
+        lambda: uj.retrieve(given, memories, beta=1.0),
+        lambda: uj.retrieve(memories, given, beta=1.0),
+        lambda: uj.retrieve_streamed(given, memories, beta=1.0),
+        lambda: uj.Memory.empty(4).add(given),
+    ):
+        with pytest.raises(ValueError, match=f"must be .*, got {got}$"):
+            call()
+
+
+def test_a_traced_number_out_of_range_gives_nan():
+    memories = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
+
+    @jax.jit
+    def results(x):
+        return (
+            uj.retrieve(memories, memories, beta=x).state,
+            uj.retrieve_streamed(memories, memories, beta=x).state,
+            uj.separation_loss(memories, t=x),
+            theory.pattern_separation(memories, distance=x),
+        )
+
+    for value in (1.5, -1.0, 0.0, np.inf, np.nan):
+        finite = [bool(np.isfinite(x).all()) for x in results(value)]
+        assert finite == [value == 1.5] * 4
+
+
+def test_a_memory_is_not_traced():
+    memory = uj.Memory.empty(3)
+    for transform in (jax.jit, jax.vmap):
+        with pytest.raises(ValueError, match="add, remove and replace outside of"):
+            transform(lambda x: memory.add(x)[0].patterns)(jnp.ones((2, 3)))

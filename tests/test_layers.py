@@ -22,6 +22,7 @@ from uhop_jax.layers import (
     dropped,
     separation_losses,
 )
+from uhop_jax.models import STanHop, ViH, VisionHopfield
 
 B, L, S, D, H = 3, 5, 7, 16, 4
 
@@ -143,6 +144,31 @@ def test_causal_attention():
     padding = jnp.ones((B, 1, 1, L), bool).at[1, ..., 3].set(False)
     wanted = theirs(STATE, mask=mask.astype(bool) & padding)
     assert_close(ours(STATE, mask=padding, is_causal=True), wanted)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.uint8], ids=str)
+def test_a_traced_mask_of_other_numbers_gives_nan(dtype):
+    """Never what the mask forbids: a float mask may mean what is added to overlaps."""
+    attention = HopfieldAttention(1, 2, use_bias=False, rngs=nnx.Rngs(0))
+    eye = jnp.eye(2)
+    for module in ("query", "key", "value", "out"):
+        weights = getattr(attention.association, module).kernel
+        weights[...] = eye.reshape(weights.shape).astype(weights.dtype)
+    query, keys = jnp.asarray([[1.0, 0]], jnp.float32), jnp.eye(2, dtype=jnp.float32)
+
+    @jax.jit
+    def attend(mask):
+        return attention(query, keys, mask=mask)
+
+    for allowed, expected in (((1, 0), [[1, 0]]), ((0, 1), [[0, 1]])):
+        assert_close(attend(jnp.asarray(allowed, dtype)), expected)
+    wrong = [(0, 2), (1, 255)]
+    if dtype == jnp.float32:
+        wrong += [(0, -1e9), (0.5, 1), (-1, 1), (np.nan, 1), (0, -np.inf)]
+    for mask in wrong:
+        assert np.isnan(attend(jnp.asarray(mask, dtype))).all()
+        with pytest.raises(ValueError, match="mask must be boolean, or 1 for what may"):
+            attention(query, keys, mask=jnp.asarray(mask, dtype))
 
 
 def test_attention_sows_its_weights():
@@ -658,6 +684,77 @@ def test_separation_losses_move_the_kernel_alone():
     assert all(float(abs(x).max()) == 0 for x in jax.tree.leaves(others))
     through, _ = slope(kernels, rest, True)
     assert float(abs(through["first"]["kernel"]["weights"][...]).max()) > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kernel": True, "separation": "sparsemax"}, {"steps": None}]
+)
+def test_a_batch_of_nothing(options):
+    association = layer(8, num_heads=2, **options)
+    nothing = jnp.zeros((0, 3, 8), jnp.float32)
+    assert association(nothing).shape == (0, 3, 8)
+    mask = jnp.ones((0, 5), bool)
+    found = association(nothing, jnp.zeros((0, 5, 8), jnp.float32), mask=mask)
+    assert found.shape == (0, 3, 8)
+
+
+def test_a_bag_of_nothing_is_named_by_the_shape_that_was_given(untyped):
+    bags, empty = patterns(2, 3, 8), jnp.zeros((2, 0, 8), jnp.float32)
+    options = {"num_heads": 2, "rngs": nnx.Rngs(0)}
+    for call in (
+        lambda: layer(8, num_heads=2)(bags, empty),
+        lambda: HopfieldPooling(8, **options)(empty),
+        lambda: HopfieldAttention(2, 8, rngs=nnx.Rngs(0))(bags, empty),
+        lambda: layer(8, static=True)(bags, empty),
+    ):
+        with pytest.raises(ValueError, match=r"at least one pattern.*\(2, 0, 8\)"):
+            call()
+    found = layer(8, num_heads=2, zero_memory=True).associate(bags, empty)
+    assert found.output.shape == (2, 3, 8) and found.weights.shape == (2, 2, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Hopfield(4, rngs=jax.random.key(0)), "rngs must be nnx.Rngs"),
+        (lambda: HopfieldPooling(4, rngs=0), "rngs must be nnx.Rngs"),
+        (lambda: LinearFeatures(4, rngs=None), "rngs must be nnx.Rngs"),
+        (lambda: layer(beta="x"), "beta must be a number, got 'x'"),
+        (lambda: layer(weight_init=3), "weight_init must be an initializer"),
+        (lambda: layer(param_dtype=int), "param_dtype must be a floating dtype"),
+        (lambda: layer(dtype="x"), "dtype must be a floating dtype, got 'x'"),
+        (lambda: LinearFeatures(0, rngs=nnx.Rngs(0)), "size must be at least 1"),
+        (lambda: HopfieldPooling(4, sets=3, rngs=nnx.Rngs(0)), "sets must be a seq"),
+        (lambda: ViH((8, 8, 1), 0, rngs=nnx.Rngs(0)), "classes must be at least 1"),
+        (lambda: ViH((8, 8), 2, rngs=nnx.Rngs(0)), "image_shape must be"),
+        (
+            lambda: ViH((8, 8, 1), 2, rngs=jax.random.key(0)),
+            "rngs must be nnx.Rngs",
+        ),
+        (
+            lambda: VisionHopfield((8, 8, 1), 0, rngs=nnx.Rngs(0)),
+            "classes must be at least 1",
+        ),
+        (lambda: STanHop(2, 24, 12, rngs=jax.random.key(0)), "rngs must be nnx.Rngs"),
+    ],
+)
+def test_wrong_arguments_are_named(make, message, untyped):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_separation_losses_of_a_model_that_is_a_constant_of_a_trace():
+    model = layer(8, kernel=True)
+    x = patterns(2, 3, 8)
+    expected = separation_losses(model, x).loss
+    assert_close(jax.jit(lambda x: separation_losses(model, x).loss)(x), expected)
+
+    def total(x):
+        return separation_losses(model, x, through=True).loss.sum()
+
+    slope = jax.grad(total)(x)
+    assert_close(jax.jit(jax.grad(total))(x), slope)
+    assert np.abs(slope).max() > 1e-3
 
 
 def test_separation_losses_of_layers_in_a_loop_or_a_map():

@@ -983,3 +983,19 @@ def test_bad_starts_are_refused():
     ):
         with pytest.raises(ValueError, match="must be at least 1, got 0"):
             call()
+
+
+def test_annealing_and_adam_under_strict_promotion():
+    memories = draw(M, D)
+    annealed = fit_annealed(KEY, memories, steps=2, restarts=2)
+    fitted = fit(memories, optimizer=optax.adam(0.1), steps=2)
+    for found in (annealed, fitted):
+        assert np.isfinite(found.loss).all() and found.loss[-1] < found.loss[0]
+
+
+def test_likelihood_kernel_is_constant_to_derivatives():
+    def total(memories):
+        kernel = fit_likelihood(KEY, memories, Noise(0.3, None, None), copies=2)
+        return sum(x.sum() for x in (kernel.memory_table, kernel.edges))
+
+    assert not jax.grad(total)(draw(M, D)).any()

@@ -406,3 +406,23 @@ def test_a_locked_file_is_not_called_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.open", full)
     with pytest.raises(ValueError, match="npz cannot be read: Too many open files"):
         load(path)
+
+
+def test_a_kernel_with_nan_is_refused_at_the_edges(tmp_path):
+    memories = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
+    wrong = LinearKernel(jnp.full((3, 3), jnp.nan).at[0].set(1.0))
+    memory = Memory.empty(3).add(memories)[0]
+    for call in (
+        lambda: save(tmp_path / "kernel", wrong),
+        lambda: save(tmp_path / "similarity", Cosine(wrong)),
+        lambda: memory.retrieve(memories, beta=1.0, similarity=Dot(wrong)),
+        lambda: uhop_jax.calibrate(
+            jax.random.key(0), memories, Mask(0.5), candidates={"wrong": Dot(wrong)}
+        ),
+    ):
+        with pytest.raises(ValueError, match="weights of LinearKernel holds 6 NaN of"):
+            call()
+    assert not list(tmp_path.iterdir())
+    # The functional core lets NaN through, as any function of arrays.
+    found = retrieve(memories, memories, beta=1.0, similarity=Dot(wrong))
+    assert np.isnan(found.state).all()

@@ -1,7 +1,8 @@
 """Clear errors for wrong input, raised before anything is traced or compiled.
 
 Facts that are static (shapes, types) are checked always; facts about values (sign,
-finiteness) only where the value is known, that is, outside of `jax.jit`.
+finiteness) only where the value is known, that is, outside of `jax.jit`. Inside, a
+number out of range gives NaN, not the result of another number.
 """
 
 from collections.abc import Iterable
@@ -35,14 +36,32 @@ def as_floating(x: Any, name: str) -> Array:
       ValueError: if `x` is not numeric or is complex.
     """
     try:
-        x = jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be a numeric array: {error}") from None
+        x = jnp.asarray(native(x))
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{name} must be a numeric array of at most 64 bits, got {kind_of(x)}"
+        ) from None
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise ValueError(f"{name} must be real, got dtype {x.dtype}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.result_type(float))
     return x
+
+
+def native(x: Any) -> Any:
+    """The array in the order of bytes of this machine, which JAX needs."""
+    if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
+        return x.astype(x.dtype.newbyteorder("="))
+    return x
+
+
+def kind_of(x: Any) -> str:
+    """What an argument is that is no array of numbers."""
+    try:
+        dtype = np.asarray(x).dtype
+    except ValueError:
+        return f"a {type(x).__name__} with parts of unlike lengths"
+    return repr(x) if dtype.kind == "O" and np.ndim(x) == 0 else f"dtype {dtype}"
 
 
 def working_dtype(x: Array) -> Any:
@@ -74,7 +93,7 @@ def check_finite(name: str, x: Any, valid: Any = None) -> None:
         )
 
 
-def _numbers(name: str, value: Any) -> np.ndarray:
+def as_numbers(name: str, value: Any) -> np.ndarray:
     """A concrete number, or an array of them, in float64."""
     try:
         array = np.asarray(value)
@@ -89,7 +108,7 @@ def check_positive(name: str, value: Any, dtype: Any = np.float64) -> None:
     """Refuses a concrete value that is not finite and above zero in `dtype`."""
     if is_traced(value):
         return
-    value = _numbers(name, value)
+    value = as_numbers(name, value)
     with np.errstate(over="ignore", under="ignore"):
         used = value.astype(dtype)
     bad = value[~(np.isfinite(used) & (used > 0))]
@@ -101,11 +120,17 @@ def check_positive(name: str, value: Any, dtype: Any = np.float64) -> None:
         )
 
 
-def as_scalar(name: str, value: Any, dtype: Any) -> Array:
-    """One positive number as an array of `dtype`."""
-    check_scalar(name, value)
+def as_positive(name: str, value: Any, dtype: Any) -> Array:
+    """Positive numbers in `dtype`; NaN where a value is traced and is none."""
     check_positive(name, value, dtype)
-    return jnp.asarray(value).astype(dtype)
+    x = jnp.asarray(native(value)).astype(dtype)
+    return jnp.where((x > 0) & (x < jnp.inf), x, jnp.nan) if is_traced(value) else x
+
+
+def as_scalar(name: str, value: Any, dtype: Any) -> Array:
+    """One positive number as an array of `dtype`, as `as_positive` has it."""
+    check_scalar(name, value)
+    return as_positive(name, value, dtype)
 
 
 def check_scalar(name: str, value: Any) -> None:
@@ -118,7 +143,7 @@ def check_at_least(name: str, value: Any, least: float | int) -> None:
     """Refuses a concrete value that is not finite or below `least` anywhere."""
     if is_traced(value):
         return
-    value = _numbers(name, value)
+    value = as_numbers(name, value)
     bad = value[~((value >= least) & (value < np.inf))]
     if bad.size:
         rule = "finite" if bad.flat[0] == np.inf else f"at least {least:g}"
@@ -130,7 +155,7 @@ def check_probability(name: str, value: Any) -> None:
     check_scalar(name, value)
     if isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    if not is_traced(value) and not 0 <= _numbers(name, value) <= 1:
+    if not is_traced(value) and not 0 <= as_numbers(name, value) <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value}")
 
 
@@ -154,6 +179,25 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if size is not None:
             check_count(name, size, 1)
+
+
+def check_floating(name: str, dtype: Any) -> None:
+    """Refuses anything but a floating dtype."""
+    try:
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be a floating dtype, got {dtype!r}")
+
+
+def check_rngs(rngs: Any) -> None:
+    """Refuses what draws no parameters."""
+    if not callable(getattr(rngs, "params", None)):
+        raise ValueError(
+            "rngs must be nnx.Rngs with a stream for parameters, such as nnx.Rngs(0), "
+            f"got {rngs!r}"
+        )
 
 
 def check_rate(name: str, value: Any) -> None:

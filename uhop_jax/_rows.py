@@ -16,9 +16,9 @@ from jaxtyping import Array
 from uhop_jax._checks import (
     as_boolean,
     as_floating,
+    as_positive,
     broadcast_rows,
     check_finite,
-    check_positive,
     wider_dtype,
     working_dtype,
 )
@@ -84,8 +84,7 @@ def model_of(
         check_finite("values", values, used)
     observed = check_observed(observed, query)
     working = working_dtype(jnp.zeros((), dtype))
-    check_positive("beta", beta, working)
-    beta = jnp.asarray(beta).astype(working)
+    beta = as_positive("beta", beta, working)
     broadcast_rows("beta", beta, rows)
     for leaf in jax.tree.leaves(separation):
         broadcast_rows("alpha", leaf, rows)

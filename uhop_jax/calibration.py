@@ -29,7 +29,7 @@ from uhop_jax._products import contract, gram_matrix, shifted, weigh
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
-from uhop_jax.kernels import Centering
+from uhop_jax.kernels import Centering, check_numbers
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.retrieval import Retrieval, retrieve
 from uhop_jax.separation import Entmax, Separation, Softmax, Sparsemax
@@ -192,6 +192,7 @@ def calibrate(
         raise ValueError("candidates must name at least one similarity, got none")
     for similarity in candidates.values():
         check_patterns(memories, memories, similarity)
+        check_numbers(similarity.kernel)
 
     M = memories.shape[0]
     number = queries if M > queries else M * round(queries / M)
@@ -200,10 +201,12 @@ def calibrate(
     models = tuple(candidates.values())
     spread = float(memories.var(0).sum())
     negligible = NEGLIGIBLE * spread
-    screening, trials, betas = _sweep(
+    screening, finalists, found, betas = _sweep(
         memories, copies, models, tuple(separations), negligible
     )
-    errors = np.asarray(trials)
+    # On the host, where NaN in a table is no error, whatever JAX is told to check.
+    errors = np.full((len(models), *found.shape[1:]), np.nan, found.dtype)
+    errors[np.asarray(finalists)] = found
     if not np.isfinite(errors).any():
         raise ValueError("every candidate gave NaN on the corrupted copies")
     equals = _equals(errors, np.asarray(betas), negligible)
@@ -221,15 +224,19 @@ def calibrate(
         squared, right = _fresh_errors(
             fresh_key, memories, corruption, number, model, accuracy, 1e-4 * spread
         )
+
+    def placed(x: Any) -> Array:  # without a program, which would look for NaN
+        return jax.device_put(np.asarray(x, memories.dtype))
+
     return Calibration(
         chosen,
         separation,
         beta,
-        expected_error=jnp.asarray(squared.mean(), memories.dtype),
-        standard_error=jnp.asarray(_standard_error(squared), memories.dtype),
-        expected_top1=jnp.asarray(right.mean(), memories.dtype),
+        expected_error=placed(squared.mean()),
+        standard_error=placed(_standard_error(squared)),
+        expected_top1=placed(right.mean()),
         screening=screening,
-        trials=trials,
+        trials=placed(errors),
         betas=betas,
         name=tuple(candidates)[best],
         names=tuple(candidates),
@@ -414,8 +421,11 @@ def _sweep(
     models: tuple[Similarity, ...],
     separations: tuple[Separation, ...],
     negligible: ArrayLike,
-) -> tuple[Array, Array, Array]:
-    """Errors `(candidates, betas)` on few copies; of the best on all; and the betas."""
+) -> tuple[Array, Array, Array, Array]:
+    """Errors `(candidates, betas)` on few copies; the best, their errors on all; betas.
+
+    Of all candidates `(candidates, betas)`.
+    """
     few = jax.tree.map(lambda x: x[:: -(-x.shape[0] // SCREENING)], copies)
 
     def errors(chosen: Array, copies: tuple, separations: tuple) -> tuple[Array, Array]:
@@ -441,8 +451,7 @@ def _sweep(
     rank = jnp.where(jnp.isnan(screening), jnp.inf, screening).min(-1)
     _, best = lax.top_k(-jnp.maximum(rank, negligible), min(FINALISTS, len(models)))
     found, finest = errors(best, copies, separations)
-    trials = jnp.full((len(models), *found.shape[1:]), jnp.nan, found.dtype)
-    return screening, trials.at[best].set(found), betas.at[best].set(finest)
+    return screening, best, found, betas.at[best].set(finest)
 
 
 @jax.jit

@@ -8,10 +8,11 @@ import abc
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import check_count
+from uhop_jax._checks import check_count, is_traced
 from uhop_jax._products import contract, shifted
 from uhop_jax._pytree import frozen_pytree
 
@@ -270,6 +271,17 @@ class LikelihoodKernel(Kernel):
         if observed is not None:
             features = jnp.where(observed[..., None], features, 0.0)
         return features.reshape(*query.shape[:-1], -1)
+
+
+def check_numbers(kernel: Kernel | None) -> None:
+    """Refuses a kernel that holds NaN, under which every overlap is NaN."""
+    for (name, *_), x in jax.tree_util.tree_leaves_with_path(kernel):
+        if not is_traced(x) and bool(jnp.isnan(x).any()):
+            raise ValueError(
+                f"{name.name} of {type(kernel).__name__} holds "
+                f"{int(jnp.isnan(x).sum())} NaN of {jnp.size(x)}: fit the kernel "
+                "again, at a lower rate if it was learned"
+            )
 
 
 def _shape_of(kernel: Kernel, name: str, *axes: str) -> tuple[int, ...]:

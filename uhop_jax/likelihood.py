@@ -55,6 +55,8 @@ def fit_likelihood(
     coarser table gives the probability `p`, the probability is `(k + m p) / (n + m)`,
     at the `m` under which the counts are likeliest, each given the others of its row.
 
+    The kernel is constant to derivatives in the memories, as counts are.
+
     A cut keeps what matters to values that occur: the factors are those of the table
     with each bin weighed by its share of the counts.
 
@@ -79,7 +81,8 @@ def fit_likelihood(
         check_count("rank", rank, 1, _BINS)
     memories = as_floating(memories, "memories")
     check_memory_set(memories, distinct=False)
-    memories = memories.astype(working_dtype(memories))
+    # Counts do not change with the memories, but where they jump.
+    memories = lax.stop_gradient(memories.astype(working_dtype(memories)))
     corruption = Corruption.of(corrupt, memories=memories)
     corruption.check_draws(key, memories)
     *sets, M, d = memories.shape

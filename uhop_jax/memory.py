@@ -14,12 +14,18 @@ from uhop_jax._checks import (
     as_floating,
     check_count,
     check_finite,
+    check_floating,
     is_traced,
 )
 from uhop_jax._pytree import frozen_pytree
+from uhop_jax.kernels import check_numbers
 from uhop_jax.retrieval import Retrieval, retrieve
 
 LEAST_CAPACITY = 8
+OUTSIDE = (  # of a transformation
+    "a memory changes its shape as it grows, so add, remove and replace outside of "
+    "jax.jit, jax.vmap and jax.grad"
+)
 
 
 @frozen_pytree
@@ -62,9 +68,8 @@ class Memory:
         """
         check_count("dimension", dimension, 1)
         check_count("capacity", capacity, 1)
-        dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"dtype must be floating, got {dtype}")
+        dtype = jnp.result_type(float) if dtype is None else dtype
+        check_floating("dtype", dtype)
         values = None
         if value_dimension is not None:
             check_count("value_dimension", value_dimension, 1)
@@ -150,16 +155,14 @@ class Memory:
         for name in ("mask", "values"):
             if name in options:
                 raise ValueError(f"{name} must be left out: the memory has its own")
+        check_numbers(getattr(options.get("similarity"), "kernel", None))
         return retrieve(
             self.patterns, query, values=self.values, mask=self.used, **options
         )
 
     def _known(self) -> np.ndarray:
         if is_traced(self.used):
-            raise ValueError(
-                "a memory changes its shape as it grows: add, remove and replace "
-                "outside of jit"
-            )
+            raise ValueError(f"the memory is traced: {OUTSIDE}")
         return np.asarray(self.used)
 
     def _rows(self, patterns: Any, values: Any) -> tuple[np.ndarray, np.ndarray | None]:
@@ -172,6 +175,8 @@ class Memory:
             if x is None or slots is None:
                 found.append(None)
                 continue
+            if is_traced(x):
+                raise ValueError(f"{name} are traced: {OUTSIDE}")
             x = as_floating(x, name)
             if x.ndim not in (1, 2) or x.shape[-1] != slots.shape[-1]:
                 raise ValueError(

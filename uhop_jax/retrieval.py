@@ -23,8 +23,8 @@ All share one set of arguments:
 - `observed (..., d)`: true for the known components of the query; overlaps and norms
   are over those alone.
 
-Values are checked only outside of `jax.jit`, where they are known; shapes always. Half
-precision sums in float32.
+Values are checked only outside of `jax.jit`, where they are known; shapes always.
+Inside, a `beta` that is not positive gives NaN. Half precision sums in float32.
 """
 
 import functools

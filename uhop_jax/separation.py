@@ -544,7 +544,8 @@ def _kth_largest(z: Array, k: int) -> Array:
     bits, unsigned = jnp.finfo(z.dtype).bits, keys.dtype
 
     def body(i, prefix):
-        bit = jnp.left_shift(jnp.ones((), unsigned), (bits - 1 - i).astype(unsigned))
+        place = jnp.asarray(bits - 1 - i).astype(unsigned)
+        bit = jnp.left_shift(jnp.ones((), unsigned), place)
         candidate = prefix | bit
         count = (keys >= candidate).sum(-1, keepdims=True, dtype=jnp.int32)
         return jnp.where(count >= k, candidate, prefix)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from uhop_jax._checks import check_choice, check_count
+from uhop_jax._checks import check_choice, check_count, native
 
 AXIS = "memories"
 
@@ -84,6 +84,7 @@ def shard_memories(
         )
     if not isinstance(memories, np.ndarray | jax.Array) or memories.ndim != 2:
         raise ValueError(f"memories must have shape (M, d), got {np.shape(memories)}")
+    memories = native(memories)
     axis, size = mesh.axis_names[0], mesh.size
     count, d = memories.shape
     if over == "components":

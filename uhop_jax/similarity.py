@@ -360,7 +360,7 @@ def check_similarity(similarity: Any) -> None:
 def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
     """Refuses memories, queries and similarities that do not fit one another."""
     check_similarity(similarity)
-    if memories.ndim < 2 or 0 in memories.shape:
+    if memories.ndim < 2 or 0 in memories.shape[-2:]:
         raise ValueError(
             "memories must have shape (M, d), one pattern per row and at least one, "
             f"got {memories.shape}"

@@ -319,7 +319,8 @@ def _fit_weights(
         weights, state, slots = carry
         slots = _record(slots, order, step, weights)
         history, gradient = descend(memories, weights, loss, t)
-        updates, state = optimizer.update(gradient, state, weights)
+        with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes
+            updates, state = optimizer.update(gradient, state, weights)
         return (optax.apply_updates(weights, updates), state, slots), history
 
     weights, order = start.weights, jnp.sort(marks)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -42,6 +43,10 @@ _VERSION = 1
 DEEPEST = 50  # descriptions within descriptions
 
 
+def _is_kernel(x: Any) -> bool:
+    return isinstance(x, kernels.Kernel)
+
+
 def save(path: str | Path, tree: Any) -> Path:
     """Saves a kernel, similarity, separation, memory, calibration or corruption.
 
@@ -56,8 +61,11 @@ def save(path: str | Path, tree: Any) -> Path:
       The path written.
 
     Raises:
-      ValueError: if the type cannot be saved.
+      ValueError: if the type cannot be saved, or a kernel holds NaN.
     """
+    for part in jax.tree.leaves(tree, is_leaf=_is_kernel):
+        if _is_kernel(part):
+            kernels.check_numbers(part)
     path = user_path(path)
     if path.suffix != ".npz":
         path = path.with_name(path.name + ".npz")

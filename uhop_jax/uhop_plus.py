@@ -120,7 +120,8 @@ def _fit_annealed(
             better = delta > best_delta
             best = jnp.where(better, weights, best)
             best_delta = jnp.where(better, delta, best_delta)
-            updates, state = optimizer.update(gradient, state)
+            with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes
+                updates, state = optimizer.update(gradient, state)
             weights = weights + rate * updates
             # The loss ignores the scale of W; at a fixed scale a rate means one thing.
             return (_unit(weights), state, best, best_delta), (value, delta)

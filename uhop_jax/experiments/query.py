@@ -19,6 +19,7 @@ from uhop_jax.data.patterns import check_scale, mapped_patterns
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
 from uhop_jax.experiments.sweep import load_patterns, patterns_read
+from uhop_jax.kernels import check_numbers
 from uhop_jax.retrieval import converge, has_energy
 from uhop_jax.sharding import memory_mesh, shard_memories
 from uhop_jax.storage import load, save
@@ -126,6 +127,7 @@ def answer(
       shards: devices over which the patterns are split; 0 leaves them on one.
     """
     model, patterns, mask = memory.model, memory.values, None
+    check_numbers(model.similarity.kernel)
     if shards:
         patterns, mask = shard_memories(patterns, memory_mesh(shards))
     found = model.retrieve(patterns, query, observed=observed, mask=mask)

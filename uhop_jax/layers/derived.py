@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Shaped
 
-from uhop_jax._checks import check_count, check_rate, check_sizes
+from uhop_jax._checks import as_counts, check_count, check_rate, check_sizes
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.hopfield import Hopfield, Initializer
 from uhop_jax.layers.masks import of_attention
@@ -38,6 +38,7 @@ class HopfieldPooling(nnx.Module):
         **options: Any,
     ):
         check_count("quantity", quantity, 1)
+        sets = as_counts("sets", sets, 1, 2**31)
         state_size = memory_size if state_size is None else state_size
         self.association = Hopfield(state_size, memory_size, rngs=rngs, **options)
         self.state = _patterns((*sets, quantity), state_size, options, rngs)
@@ -240,7 +241,8 @@ class HopfieldAttention(nnx.Module):
           inputs_k: keys; the queries by default.
           inputs_v: values; the keys by default.
           mask: broadcasts to `(*batch, heads, L, S)`; true, or 1 in any dtype, where a
-            query may see a key, else false or 0.
+            query may see a key, else false or 0. Of another number, all is NaN where
+            the mask is traced.
           deterministic: no dropout; overrides what the constructor said.
           rngs: for dropout: `nnx.Rngs` with a stream `dropout`, a stream, or a key.
           sow_weights: leave the weights, before dropout, as the `nnx.Intermediate`
@@ -257,19 +259,22 @@ class HopfieldAttention(nnx.Module):
         key = None
         if not deterministic and self.association.dropout:
             key = _drawn(rngs)
-        seen = None
+        seen = wrong = None
         if mask is not None or is_causal:
             q = jnp.shape(inputs_q)
             k = q if inputs_k is None else jnp.shape(inputs_k)
             batch, heads = max(q[:-2], k[:-2], key=len), self.association.num_heads
             shape = (*batch, heads, *q[-2:-1], *k[-2:-1])
-            seen = of_attention(mask, is_causal, shape)
-        arguments = inputs_q, inputs_k, inputs_v
-        if not sow_weights:
-            return self.association(*arguments, association_mask=seen, key=key)
-        found = self.association.associate(*arguments, association_mask=seen, key=key)
-        self.sow(nnx.Intermediate, "attention_weights", found.weights)
-        return found.output
+            seen, wrong = of_attention(mask, is_causal, shape)
+        arguments, options = (inputs_q, inputs_k, inputs_v), {"key": key}
+        options |= {"association_mask": seen}
+        if sow_weights:
+            found = self.association.associate(*arguments, **options)
+            self.sow(nnx.Intermediate, "attention_weights", found.weights)
+            output = found.output
+        else:
+            output = self.association(*arguments, **options)
+        return output if wrong is None else jnp.where(wrong, jnp.nan, output)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """What `nnx.view` may set.

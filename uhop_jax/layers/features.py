@@ -9,7 +9,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from uhop_jax._checks import check_choice
+from uhop_jax._checks import (
+    check_choice,
+    check_count,
+    check_floating,
+    check_rngs,
+    check_sizes,
+)
 from uhop_jax.losses import least_separation_loss, separation_loss
 
 STARTS = ("identity", "random", "uniform")
@@ -71,7 +77,7 @@ class LinearFeatures(nnx.Module):
       rngs: for the random start.
 
     Raises:
-      ValueError: if the start is unknown.
+      ValueError: if the start is unknown, or an argument is of another type.
     """
 
     def __init__(
@@ -85,7 +91,11 @@ class LinearFeatures(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_count("size", size, 1)
+        check_sizes(feature_size=feature_size)
         check_choice("start", start, STARTS)
+        check_floating("param_dtype", param_dtype)
+        check_rngs(rngs)
         shape = (size, feature_size or size)
         if start == "identity":
             weights = jnp.eye(*shape, dtype=param_dtype)
@@ -156,7 +166,7 @@ def separation_losses(
     Raises:
       ValueError: if no layer has a kernel.
     """
-    model = nnx.clone(model)
+    model = nnx.clone(model)  # which may be a constant of a trace
     for node in modules_of(model):
         node.separation_record = SeparationRecord((), kind=kind, t=t, through=through)
     model(*inputs, **options)

@@ -12,11 +12,14 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from uhop_jax._checks import (
+    as_numbers,
     check_choice,
     check_count,
+    check_floating,
     check_key,
     check_positive,
     check_rate,
+    check_rngs,
     check_sizes,
 )
 from uhop_jax.layers.association import HEAD_AXES, Association, moved
@@ -134,6 +137,16 @@ class Hopfield(nnx.Module):
         )
         check_choice("values", values, VALUES)
         check_rate("dropout", dropout)
+        check_floating("param_dtype", param_dtype)
+        if dtype is not None:
+            check_floating("dtype", dtype)
+        check_rngs(rngs)
+        for name, init in (("weight_init", weight_init), ("bias_init", bias_init)):
+            if init is not None and not callable(init):
+                raise ValueError(
+                    f"{name} must be an initializer of jax.nn.initializers, got "
+                    f"{init!r}"
+                )
         direct = static or values == "direct"
         for option, unused, needed in (
             ("head_size", static and head_size is not None, "static=False"),
@@ -355,6 +368,15 @@ class Hopfield(nnx.Module):
             raise ValueError(
                 f"{name_s} must have shape (..., L, {self.sizes[0]}), got {state.shape}"
             )
+        if (
+            0 in memories.shape[-2:-1]
+            and self.bias_key is None
+            and not self.zero_memory
+        ):
+            raise ValueError(
+                f"{name_m} must hold at least one pattern, got shape {memories.shape}; "
+                "mask the patterns of an empty bag"
+            )
         single = all(number == 1 for number in memories.shape[:-2])
         if single and state.ndim >= memories.ndim:  # one memory for all
             memories = memories.reshape(memories.shape[-2:])
@@ -528,7 +550,7 @@ class Hopfield(nnx.Module):
         return jnp.asarray(self.alpha)
 
     def _per_head(self, name: str, value: Any) -> np.ndarray:
-        value = np.asarray(value, dtype=np.float64)
+        value = as_numbers(name, value)
         if value.shape not in ((), (self.num_heads,)):
             raise ValueError(
                 f"{name} must be a number or have shape ({self.num_heads},), one for "

@@ -55,7 +55,7 @@ def extended(
 
 def of_attention(
     mask: Any, is_causal: bool, shape: tuple[int, ...]
-) -> Bool[Array, "..."]:
+) -> tuple[Bool[Array, "..."], Bool[Array, ""] | None]:
     """The mask of `HopfieldAttention` as an association mask.
 
     Args:
@@ -64,16 +64,21 @@ def of_attention(
       shape: `(*batch, heads, L, S)` of the weights.
 
     Returns:
-      `(*batch, 1 or heads, L, S)`.
+      `(*batch, 1 or heads, L, S)`, and whether a traced mask has other values, if that
+      can be.
 
     Raises:
       ValueError: if the mask has another shape or other values.
     """
     mask = jnp.ones((1, 1), bool) if mask is None else jnp.asarray(mask)
+    wrong = None
     if mask.dtype != jnp.bool_:
-        if not is_traced(mask):
+        others = (mask != 0) & (mask != 1)
+        if is_traced(mask):
+            wrong = others.any()
+        else:
             with jax.ensure_compile_time_eval():
-                other = int(jnp.sum((mask != 0) & (mask != 1)))
+                other = int(jnp.sum(others))
             if other:
                 raise ValueError(
                     "mask must be boolean, or 1 for what may be seen and 0 for the "
@@ -83,7 +88,7 @@ def of_attention(
     broadcast_rows("mask", mask, shape)
     heads = mask.shape[-3] if mask.ndim > 2 else 1
     mask = jnp.broadcast_to(mask, (*shape[:-3], heads, *shape[-2:]))
-    return jnp.tril(mask) if is_causal else mask
+    return jnp.tril(mask) if is_causal else mask, wrong
 
 
 def _checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from uhop_jax._checks import check_choice, check_count, is_traced
+from uhop_jax._checks import check_choice, check_count, check_rngs, is_traced
 from uhop_jax.layers import Hopfield, HopfieldLayer, HopfieldPooling, dropped
 from uhop_jax.layers.features import modules_of
 from uhop_jax.separation import Entmax, Separation
@@ -96,6 +96,7 @@ class STanHop(nnx.Module):
         ):
             check_count(name, count, 1)
         check_choice("preset", preset, PRESETS)
+        check_rngs(rngs)
         check_choice("pool_queries", pool_queries, POOL_QUERIES)
         self.sizes = (series, in_len, out_len)
         self.segment, self.residual_mean = segment, residual_mean
@@ -222,7 +223,8 @@ def segments_of(
         first = jnp.repeat(inputs[..., :1, :], missing, axis=-2)
         inputs = jnp.concatenate([first, inputs], axis=-2)
     columns = jnp.swapaxes(inputs, -1, -2)
-    return columns.reshape(*columns.shape[:-1], -1, segment)
+    count = columns.shape[-1] // segment
+    return columns.reshape(*columns.shape[:-1], count, segment)
 
 
 class _Builder:

@@ -13,10 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from uhop_jax._checks import check_count, check_rate
+from uhop_jax._checks import (
+    check_count,
+    check_floating,
+    check_rate,
+    check_rngs,
+    check_sizes,
+)
 from uhop_jax.layers import Hopfield, dropped
 from uhop_jax.layers.features import fan_in_bound, fan_in_uniform
 
@@ -48,8 +55,17 @@ class Patches(nnx.Module):
         param_dtype: Any,
         rngs: nnx.Rngs,
     ):
+        if np.shape(image_shape) != (3,):
+            raise ValueError(
+                f"image_shape must be (height, width, channels), got {image_shape!r}"
+            )
+        for number in image_shape:
+            check_count("image_shape", number, 1)
         height, width, channels = image_shape
         check_count("patch", patch, 1)
+        check_count("size", size, 1)
+        check_floating("param_dtype", param_dtype)
+        check_rngs(rngs)
         if height % patch or width % patch:
             raise ValueError(
                 f"patch must divide the image, got patch {patch} and images of "
@@ -135,6 +151,7 @@ class ViH(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        check_count("classes", classes, 1)
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         self.patches = Patches(
             image_shape, patch, size, positions=positions, rngs=rngs, **dtypes
@@ -197,7 +214,9 @@ class VisionHopfield(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        check_count("classes", classes, 1)
         check_count("depth", depth, 1)
+        check_sizes(mlp_size=mlp_size)
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         check_rate("mlp_dropout", mlp_dropout)
         self.patches = Patches(

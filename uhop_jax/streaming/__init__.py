@@ -31,10 +31,10 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import (
     as_floating,
+    as_positive,
     broadcast_rows,
     check_count,
     check_finite,
-    check_positive,
     wider_dtype,
     working_dtype,
 )
@@ -166,7 +166,7 @@ def retrieve_streamed(
         observed = jnp.broadcast_to(observed, query.shape).reshape(number, d)
     dtype = wider_dtype(source.sample, query, *source.more)
     working = working_dtype(jnp.zeros((), dtype))
-    check_positive("beta", beta, working)
+    beta = as_positive("beta", beta, working)
 
     def each(name: str, x: Any) -> Array:
         return broadcast_rows(name, x, rows).astype(working).reshape(number)

@@ -14,6 +14,8 @@ from jaxtyping import Array
 from uhop_jax._checks import (
     as_floating,
     is_traced,
+    kind_of,
+    native,
 )
 from uhop_jax._files import mapped_array
 from uhop_jax.streaming._device import Stored, fold_tiles
@@ -55,7 +57,12 @@ class _Pieces:
                 raise ValueError(f"{name}: the iterator holds no block")
             self.begun: Iterator[np.ndarray] | None = itertools.chain([first], pieces)
         else:
-            first = self.array = np.asarray(source)
+            try:
+                first = self.array = np.asarray(source)
+            except ValueError:
+                raise ValueError(
+                    f"{name} must be an array, got {kind_of(source)}"
+                ) from None
             self.count = len(first) if first.ndim else 0
         _check_real(first, name)
         if first.ndim != 2 or not first.size:
@@ -63,7 +70,7 @@ class _Pieces:
                 f"{name} must have shape (n, d), one pattern per row and at least one, "
                 f"got {first.shape}"
             )
-        self.sample = as_floating(_native(np.zeros_like(first[:1])), name)
+        self.sample = as_floating(np.zeros_like(first[:1]), name)
 
     def _open(self) -> Iterator[np.ndarray]:
         """A new pass over the iterator."""
@@ -77,7 +84,7 @@ class _Pieces:
         return map(self._piece, pieces)
 
     def _piece(self, piece: Any) -> np.ndarray:
-        piece = _native(piece)
+        piece = native(np.asarray(piece))
         _check_real(piece, self.name)
         if piece.ndim != 2:
             raise ValueError(
@@ -95,7 +102,8 @@ class _Pieces:
         """Blocks of `size` rows, the last one padded, and how many of them count."""
         if self.array is not None:
             for start in range(0, len(self.array), size):
-                yield _padded(_native(self.array[start : start + size]), size)
+                block = native(np.asarray(self.array[start : start + size]))
+                yield _padded(block, size)
             return
         pieces = self._open() if self.begun is None else self.begun
         self.begun = None
@@ -127,7 +135,7 @@ class _Pieces:
     def take(self, index: np.ndarray, size: int) -> np.ndarray:
         """Rows by number."""
         if self.array is not None:
-            return _native(self.array[index])
+            return native(np.asarray(self.array[index]))
         found = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
         start = 0
         for block, count in self.blocks(size):
@@ -144,12 +152,6 @@ def _check_real(block: np.ndarray, name: str) -> None:
         raise ValueError(
             f"{name} must be real numbers of at most 64 bits, got dtype {dtype}"
         )
-
-
-def _native(block: Any) -> np.ndarray:
-    """An array in the byte order of the machine."""
-    block = np.asarray(block)
-    return block.astype(block.dtype.newbyteorder("="), copy=False)
 
 
 def _padded(block: np.ndarray, size: int) -> tuple[np.ndarray, int]:
