@@ -4,6 +4,7 @@ Of a frozen dataclass behaviour is the type, and numbers are leaves.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any, TypeVar, dataclass_transform
 
@@ -61,7 +62,8 @@ def varying_alike(tree: T) -> T:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    zero = sum(jnp.full_like(x, 0, jnp.int32, shape=()) for x in leaves)
+    zeros = [jnp.full_like(x, 0, jnp.int32, shape=()) for x in leaves]
+    zero = functools.reduce(jnp.add, zeros, jnp.int32(0))
     return jax.tree.unflatten(
         structure,
         [

@@ -531,14 +531,14 @@ def _first_of_least(
         _copies(batch_key, memories, corruption, number)
         for batch_key in jax.random.split(key, TIE_BATCHES)
     ]
-    found: list[float] = []
+    means: list[float] = []
     for model in models:
         errors = [_copy_errors(memories, *copies, model)[0] for copies in batches]
-        found.append(float(jnp.stack(errors).mean()))
-        if found[-1] <= negligible:  # no other has less
+        means.append(float(jnp.stack(errors).mean()))
+        if means[-1] <= negligible:  # no other has less
             break
-    errors = np.where(np.isnan(found), np.inf, found)
-    return int(np.argmax(errors <= errors.min() + negligible))
+    least = np.nan_to_num(means, nan=np.inf)
+    return int(np.argmax(least <= least.min() + negligible))
 
 
 def overlaps_of(
