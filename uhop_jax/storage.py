@@ -61,7 +61,7 @@ def save(path: str | Path, tree: Any) -> Path:
     try:
         with partial.open("wb") as file:
             arrays["description"] = np.asarray(json.dumps(description))
-            np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+            np.savez(file, **arrays)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -238,7 +238,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
         }
         records.write_whole(
             workdir / "retrieved.npz",
-            lambda path: np.savez(path, allow_pickle=False, **arrays),
+            lambda path: np.savez(path, **arrays),
         )
         written += ["answers.csv", "retrieved.npz"]
         if len(shape) == 3 and config.images:
