@@ -61,7 +61,7 @@ def save(path: str | Path, tree: Any) -> Path:
     try:
         with partial.open("wb") as file:
             arrays["description"] = np.asarray(json.dumps(description))
-            np.savez(file, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
