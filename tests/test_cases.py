@@ -5,9 +5,11 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import TOLERANCES, assert_close, every_dtype
 from test_separation import naive_conjugate, naive_weights
+from test_stage_one import naive_loss, naive_separation
 
 import uhop_jax
 from uhop_jax import (
@@ -17,15 +19,27 @@ from uhop_jax import (
     NegativeL1,
     NegativeL2,
     NegativeSquaredL2,
+    Noise,
     Polynomial,
     Softmax,
     Softmax1,
     Sparsemax,
     TopK,
     bounded_alpha,
+    calibrate,
     converge,
     energy,
+    fit,
+    fit_annealed,
+    fit_closed_form,
+    fit_likelihood,
+    fit_sgd,
+    identity_start,
+    posterior_mean,
     retrieve,
+    retrieve_streamed,
+    separation_loss,
+    smallest_separation,
     trajectory,
 )
 
@@ -477,23 +491,50 @@ def test_uc23_memory_shared_by_the_batch(count, rows):
         assert_close(retrieve(tiled, query, beta=2.0, steps=2).state, result.state)
 
 
+KEY = jax.random.key(0)
 PUBLIC_CALLS = {
     "retrieve": lambda x, q, sep: retrieve(x, q, beta=2.0, separation=sep, steps=3),
+    "retrieve_streamed": lambda x, q, sep: retrieve_streamed(
+        x, q, beta=2.0, separation=sep, block=2
+    ),
     "converge": lambda x, q, sep: converge(x, q, beta=2.0, separation=sep),
     "trajectory": lambda x, q, sep: trajectory(x, q, beta=2.0, separation=sep),
     "energy": lambda x, q, sep: energy(x, q, beta=2.0, separation=sep),
+    "separation_loss": lambda x, q, sep: separation_loss(x),
+    "smallest_separation": lambda x, q, sep: smallest_separation(x),
+    "fit": lambda x, q, sep: fit(x, optimizer=optax.sgd(0.1), steps=2),
+    "fit_sgd": lambda x, q, sep: fit_sgd(x, rate=0.1, steps=2),
+    "fit_annealed": lambda x, q, sep: fit_annealed(KEY, x, steps=2, restarts=1),
+    "fit_closed_form": lambda x, q, sep: fit_closed_form(x),
+    "fit_likelihood": lambda x, q, sep: fit_likelihood(KEY, x, Noise(0.1), copies=4),
+    "posterior_mean": lambda x, q, sep: posterior_mean(Noise(0.3), x, q),
+    "calibrate": lambda x, q, sep: calibrate(
+        KEY, x, Noise(0.3), queries=8, separations=(sep,), candidates={"dot": Dot()}
+    ),
     "weights": lambda x, q, sep: sep(q),
     "conjugate": lambda x, q, sep: sep.conjugate(q),
     "bounded_alpha": lambda x, q, sep: bounded_alpha(q),
     "gram": lambda x, q, sep: Dot().gram(x),
     **{repr(s): lambda x, q, sep, s=s: s(x, q) for s in SIMILARITIES},
 }
+NO_FLOATS = {  # neither in nor out, or none but those that come in
+    *("frozen_pytree", "has_energy", "load", "save", "memory_mesh", "shard_memories"),
+    *("gaussian_start", "identity_start"),
+    *("separation_from_name", "similarity_from_name"),
+}
+
+
+def test_uc32_every_public_function_is_called():
+    functions = {name for name in uhop_jax.__all__ if name[0].islower()}
+    assert functions - NO_FLOATS <= PUBLIC_CALLS.keys()
 
 
 @pytest.mark.parametrize("name", PUBLIC_CALLS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_uc32_dtypes_are_kept(name, dtype):
-    result = PUBLIC_CALLS[name](*xi3(dtype), Entmax(1.5))
+    promotion = "standard" if name.startswith("fit") else "strict"  # as Optax needs
+    with jax.numpy_dtype_promotion(promotion):
+        result = PUBLIC_CALLS[name](*xi3(dtype), Entmax(1.5))
     floats = [
         x for x in jax.tree.leaves(result) if jnp.issubdtype(x.dtype, jnp.floating)
     ]
@@ -512,6 +553,50 @@ def test_uc32_float64_is_exact(sep):
     expected = Q @ Q / 2 - naive_conjugate(sep, 2.0 * XI3 @ Q) / 2
     actual = energy(memories, query, beta=2.0, separation=sep)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
+
+    streamed = retrieve_streamed(
+        memories, query, beta=2.0, separation=sep, steps=3, block=2
+    )
+    np.testing.assert_allclose(streamed.state, state, rtol=0, atol=1e-12)
+
+
+PATTERNS = np.random.default_rng(3).normal(size=(5, 4))
+
+
+@pytest.mark.parametrize("kind", ["average", "maximum", "deep"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_uc32_float64_losses_are_exact(kind, normalize):
+    options = {"kind": kind, "normalize": normalize, "pairs": "distinct"}
+    loss = separation_loss(jnp.asarray(PATTERNS), t=1.3, **options)
+    wanted = naive_loss(PATTERNS, 1.3, **options)
+    np.testing.assert_allclose(loss, wanted, rtol=0, atol=1e-12)
+    separation = smallest_separation(jnp.asarray(PATTERNS))
+    np.testing.assert_allclose(separation, naive_separation(PATTERNS), atol=1e-12)
+
+
+def naive_step(W, rate, t):
+    """One step of Algorithm 1 on the average loss of features as long as they are."""
+    features = PATTERNS @ W.T
+    difference = features[:, None] - features[None]
+    share = np.exp(-t * (difference**2).sum(-1)) * (1 - np.eye(len(PATTERNS)))
+    share /= share.sum()
+    slope = -4 * t * (share[..., None] * difference).sum(1)
+    return W - rate * PATTERNS.shape[1] * slope.T @ PATTERNS
+
+
+@pytest.mark.parametrize("path", ["gram", "weights"])
+def test_uc32_float64_fits_are_exact(path):
+    memories, W = jnp.asarray(PATTERNS), np.asarray(identity_start(4).weights)
+    for _ in range(3):
+        W = naive_step(W, 1e-2, 0.3)
+    options = {"rate": 1e-2, "t": 0.3, "normalize": False, "path": path}
+    kernel = fit_sgd(memories, steps=3, **options).kernel
+    np.testing.assert_allclose(kernel.weights, W, rtol=0, atol=1e-12)
+    assert abs(W - identity_start(4).weights).max() > 1e-2
+    C = PATTERNS.T @ PATTERNS / len(PATTERNS)
+    A = np.linalg.inv(C + np.trace(C) / 4 * np.eye(4))
+    W = np.asarray(fit_closed_form(memories, ridge=1.0).weights)
+    np.testing.assert_allclose(W.T @ W, A, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("call", [retrieve, converge, energy, trajectory])

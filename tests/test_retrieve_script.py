@@ -492,6 +492,7 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
         "--config.protocols=fair": "unknown config key: ",
         "--config.qqq=1": "unknown config key: 'qqq'",
         "--config.seed=many": "many",
+        "--config.every_setting=maybe": "Non-boolean argument to boolean flag",
         "stray": "unexpected argument 'stray'",
         "--config.memories=(1,)": "memories must be at least 2, got 1",
     }

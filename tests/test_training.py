@@ -221,6 +221,7 @@ def test_the_test_split_is_whole_whatever_the_batch(batch, on_device):  # UC-34
     trainer = squared_errors([1, 1, 1, 1, 5], batch)
     found = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
     assert_close(found["loss"], [5.8], floor=1e-6)
+    np.testing.assert_allclose(np.sqrt(found["loss"]), [2.40831892], rtol=1e-7)
     assert_close(found["right"], [0.8], floor=1e-6)
     # A mean over batches, of which the last one counts as a full one.
     split = trainer.task.test._replace(by_batch=True)

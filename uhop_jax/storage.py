@@ -76,7 +76,7 @@ def save(path: str | Path, tree: Any) -> Path:
 
     def write(partial: Path) -> None:
         with partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+            np.savez(file, **arrays)  # type: ignore[arg-type]
 
     write_whole(path, write)
     return path
