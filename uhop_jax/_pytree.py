@@ -61,7 +61,7 @@ def varying_alike(tree: T) -> T:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    zero = sum(jnp.full_like(x, 0, jnp.int32, shape=()) for x in leaves)
+    zero = jnp.asarray(sum(jnp.full_like(x, 0, jnp.int32, shape=()) for x in leaves))
     return jax.tree.unflatten(
         structure,
         [

@@ -537,8 +537,8 @@ def _first_of_least(
         found.append(float(jnp.stack(errors).mean()))
         if found[-1] <= negligible:  # no other has less
             break
-    errors = np.where(np.isnan(found), np.inf, found)
-    return int(np.argmax(errors <= errors.min() + negligible))
+    ranked = np.where(np.isnan(found), np.inf, found)
+    return int(np.argmax(ranked <= ranked.min() + negligible))
 
 
 def overlaps_of(

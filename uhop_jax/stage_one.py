@@ -283,7 +283,7 @@ def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
 
 def _over_sets(run, memories: Array, start: Fitted, *rest: Any) -> StageOne:
     """Calls `run(memories, start, *rest)`, mapped over the axes of memory sets."""
-    memories, start, *rest = varying_alike((memories, start, *rest))
+    memories, start, rest = varying_alike((memories, start, rest))
     axes = (0, 0 if start.set_axes else None, *(None for _ in rest))
     for _ in memories.shape[:-2]:
         run = jax.vmap(run, in_axes=axes)

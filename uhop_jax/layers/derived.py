@@ -266,8 +266,8 @@ class HopfieldAttention(nnx.Module):
             batch, heads = max(q[:-2], k[:-2], key=len), self.association.num_heads
             shape = (*batch, heads, *q[-2:-1], *k[-2:-1])
             seen, wrong = of_attention(mask, is_causal, shape)
-        arguments, options = (inputs_q, inputs_k, inputs_v), {"key": key}
-        options |= {"association_mask": seen}
+        arguments = inputs_q, inputs_k, inputs_v
+        options: dict[str, Any] = {"association_mask": seen, "key": key}
         if sow_weights:
             found = self.association.associate(*arguments, **options)
             self.sow(nnx.Intermediate, "attention_weights", found.weights)
