@@ -537,8 +537,8 @@ def _first_of_least(
         means.append(float(jnp.stack(errors).mean()))
         if means[-1] <= negligible:  # no other has less
             break
-    least = np.nan_to_num(means, nan=np.inf)
-    return int(np.argmax(least <= least.min() + negligible))
+    ranked = np.where(np.isnan(means), np.inf, means)
+    return int(np.argmax(ranked <= ranked.min() + negligible))
 
 
 def overlaps_of(

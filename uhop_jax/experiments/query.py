@@ -301,7 +301,7 @@ def _write(
     }
     write_file(
         workdir / "retrieved.npz",
-        lambda path: np.savez(path, allow_pickle=False, **arrays),
+        lambda path: np.savez(path, **arrays),
     )
     written += ["answers.csv", "retrieved.npz"]
     drawn = len(memory.shape) == 3 and memory.shape[-1] in data.CHANNELS
