@@ -173,3 +173,28 @@ def test_train_says_what_is_wrong(tmp_path):
     record = json.loads((tmp_path / "results/vision/digits/run.json").read_text())
     assert record["written"] == {}
     assert str(ROOT) not in json.dumps(record)
+
+
+def test_the_command_line_wins_over_the_file_and_is_kept(tmp_path):  # UC-36
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from uhop_jax.command_line import config_module\n\n\n"
+        "def get_config():\n"
+        "    config = config_module('retrieval').get_config('capacity')\n"
+        "    config.data.name, config.methods = 'digits', ('MHM',)\n"
+        "    config.memories, config.runs, config.every_setting = (5,), 9, True\n"
+        "    return config\n"
+    )
+    flags = [f"--config={path}", "--config.runs=1", "--config.tuning_queries=5"]
+    flags += ["--config.every_setting=False", "--config.images=0"]
+    kept = tmp_path / "kept"
+    apart = ["--config.every_setting", "False"]  # refused: nobody may take it for True
+    (code, text), *refused = run_script(
+        tmp_path, "retrieve.py", [*flags, f"--workdir={kept}"], ["--slott", "3"], apart
+    )
+    assert code == 0, text
+    config = json.loads((kept / "config.json").read_text())
+    assert (config["runs"], config["every_setting"]) == (1, False)
+    assert config["data"]["name"] == "digits"
+    for (code, text), name in zip(refused, ("slott", "False"), strict=True):
+        assert code == 2 and name in text

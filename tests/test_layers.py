@@ -1105,3 +1105,74 @@ def test_patterns_of_a_static_layer_are_normalised_in_the_features():
     )
     weights = jax.nn.softmax(D**-0.5 * jnp.einsum("bld,bsd->bls", query, keys))
     assert_close(ours.associate(STATE, MEMORIES).weights, weights)
+
+
+# Options of the other layers (UC-27): a change, and what it needs besides.
+OTHER_OPTIONS = {
+    HopfieldPooling: {
+        "quantity": (2, {}),
+        "sets": ((3,), {}),
+        "state_size": (12, {}),
+    },
+    HopfieldLayer: {
+        "quantity": (7, {}),
+        "memory_size": (12, {}),
+        "learn_values": (True, {"values": "direct"}),
+    },
+    HopfieldAttention: {
+        "num_heads": (4, {}),
+        "qkv_features": (16, {}),
+        "out_features": (12, {}),
+        "in_kv_features": (12, {}),
+        "dropout_rate": (0.5, {}),
+        "deterministic": (True, {"dropout_rate": 0.5}),
+        "kernel_init": (ZEROS, {}),
+        "bias_init": (nnx.initializers.ones, {}),
+        "use_bias": (False, {}),
+        "dtype": (jnp.bfloat16, {}),
+        "param_dtype": (jnp.float64, {}),
+    },
+}
+OTHERS = [(kind, name) for kind, table in OTHER_OPTIONS.items() for name in table]
+
+
+def other_layer(kind, **options):
+    arguments = {
+        HopfieldPooling: {"memory_size": 8},
+        HopfieldLayer: {"state_size": 8, "quantity": 5},
+        HopfieldAttention: {"num_heads": 2, "in_features": 8},
+    }[kind]
+    return kind(**(arguments | options), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("kind", OTHER_OPTIONS)
+def test_every_option_of_the_other_layers_is_in_the_table(kind):
+    names = set(inspect.signature(kind.__init__).parameters)
+    first = {"memory_size", "state_size", "in_features"} - set(OTHER_OPTIONS[kind])
+    assert set(OTHER_OPTIONS[kind]) == names - {"self", "rngs", "options"} - first
+
+
+@pytest.mark.parametrize(("kind", "name"), OTHERS)
+def test_every_option_of_the_other_layers_does_something(kind, name):
+    value, base = OTHER_OPTIONS[kind][name]
+    layers = other_layer(kind, **base), other_layer(kind, **base, **{name: value})
+    described = [
+        str(jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(model)))
+        for model in layers
+    ]
+    if described[0] != described[1]:
+        return
+    x = jax.random.normal(jax.random.key(0), (3, 4, 8), jnp.float32)
+    random = {"rngs": nnx.Rngs(1)} if kind is HopfieldAttention else {}
+    outputs = [model(x, **random) for model in layers]
+    if outputs[0].dtype == outputs[1].dtype:
+        assert float(abs(outputs[0] - outputs[1]).max()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", OTHER_OPTIONS)
+def test_options_of_the_association_pass_through_the_other_layers(kind):
+    sparse = other_layer(kind, separation="sparsemax", bias_pattern=True)
+    assert isinstance(sparse.association.separation, uhop.Sparsemax)
+    assert number_of_parameters(sparse) > number_of_parameters(other_layer(kind))
+    with pytest.raises((TypeError, ValueError), match="slott"):
+        other_layer(kind, slott=3)
