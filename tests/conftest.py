@@ -85,12 +85,14 @@ for number, flags in enumerate(cases):
     child = os.fork()
     if child == 0:
         os.dup2(os.open(f"{number}.txt", os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.argv = [script, *flags]
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as error:
             os._exit(error.code or 0)
         finally:
+            sys.stdout.flush()
             sys.stderr.flush()
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
