@@ -43,7 +43,7 @@ def shifted(x: Array, center: Array) -> Array:
 
 
 def gram_matrix(features: Array) -> Array:
-    """Inner products `(..., M, M)` of the rows of `(..., M, D)`, in at least float32."""
+    """Inner products `(..., M, M)` of rows `(..., M, D)`, in at least float32."""
     return jnp.einsum(
         "...md,...nd->...mn",
         features,

@@ -127,7 +127,7 @@ def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
 
 
 def _only_set(axes: int, memories: Array, values: Any, similarity: Similarity) -> Any:
-    """Drops the axes of memory sets, all of length one, from all arguments with them."""
+    """Drops the axes of memory sets, all of length one, from the arguments."""
 
     def drop(x: Array) -> Array:
         return x.reshape(x.shape[axes:])
@@ -206,7 +206,7 @@ class Row(NamedTuple):
 
 
 def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:
-    """Maps `function` over memory sets, then over queries; shared arrays stay shared."""
+    """Maps `function` over memory sets, then over queries; no array is tiled."""
     if model.memories.ndim > 2:
         stacked = (
             model.similarity.kernel is not None and model.similarity.kernel.set_axes

@@ -453,8 +453,8 @@ def _sweep(
     """The screening of all candidates and the trials of the finalists.
 
     Returns:
-      Errors on few copies `(candidates, betas)`; indices of the finalists; errors of the
-      finalists on all copies `(finalists, separations, betas)`; and the inverse
+      Errors on few copies `(candidates, betas)`; indices of the finalists; errors of
+      the finalists on all copies `(finalists, separations, betas)`; and the inverse
       temperatures `(candidates, betas)`.
     """
     few = jax.tree.map(lambda x: x[:: -(-x.shape[0] // SCREENING)], copies)
