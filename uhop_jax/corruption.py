@@ -225,9 +225,8 @@ class Noise:
             inside &= ~clamped
             beyond = jax.scipy.stats.norm.logcdf(side * (bound - memories) / scale)
             log_p += contract(clamped.astype(memories.dtype), beyond)
-        inside = jnp.where(
-            exact, counted, inside
-        )  # without noise a query is its memory
+        # Without noise a query equals its memory in every component that counts.
+        inside = jnp.where(exact, counted, inside)
         squared = -NegativeSquaredL2()(memories, query, observed=inside)
         same = jnp.where(squared == 0, 0.0, -jnp.inf).astype(log_p.dtype)
         return jnp.where(exact, same, log_p - squared / (2 * scale**2))
