@@ -13,9 +13,10 @@ MAX_SOLVER_STEPS = 200  # iterations for the linear system of the tangents
 def fixed_point(
     update: Callable[[Array], Array], start: Array, max_steps: int, tolerance: ArrayLike
 ) -> tuple[Array, Array, Array]:
-    """The state `(D,)` that `update` leaves as it is, in the memory of one state.
+    """A fixed point `(D,)` of `update`, by iteration from `start`.
 
-    Gradients follow from the implicit function theorem.
+    Gradients follow from the implicit function theorem, so that only one state is
+    stored.
 
     Args:
       update: maps a state to the next state.

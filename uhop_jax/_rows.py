@@ -110,7 +110,7 @@ def model_of(
 
 
 def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
-    """Refuses a kernel that is neither shared nor one for each memory set."""
+    """Refuses a batch of kernels that does not match the memory sets."""
     if kernel is None or not kernel.set_axes:
         return
     if kernel.set_axes != len(sets):
@@ -182,8 +182,8 @@ class Row(NamedTuple):
         value = model.separation.tempered_conjugate(
             self._overlaps(y), model.beta, where=model.mask
         )
-        own = model.similarity.self_energy(y).astype(value.dtype)
-        return own - self._unless_broken(value)
+        self_energy = model.similarity.self_energy(y).astype(value.dtype)
+        return self_energy - self._unless_broken(value)
 
     def start(self) -> Array:
         y = self.model.similarity.state(self.model.query, self.model.observed)

@@ -364,7 +364,7 @@ def corrupted_copies(
       of the memory of each query.
 
     Raises:
-      ValueError: if the corruption changes the shape of what it corrupts.
+      ValueError: if the corruption changes the shape of patterns.
     """
     draw_key, corrupt_key = jax.random.split(key)
     M = memories.shape[0]
@@ -400,14 +400,14 @@ def sweep_errors(
 
         def squared(weights: Array) -> Array:
             return ((weigh(weights, memories) - memories[target]) ** 2).sum(-1)
-    else:  # in the span of the memories, about their mean so that nothing cancels
+    else:  # in the span of the memories; the origin is their mean: nothing cancels
         mean = memories.mean(0)
         gram = gram_matrix(shifted(memories, mean))
         along = contract(mean, shifted(memories, mean))
-        one = jax.nn.one_hot(target, M, dtype=memories.dtype)
+        target_weights = jax.nn.one_hot(target, M, dtype=memories.dtype)
 
         def squared(weights: Array) -> Array:
-            q = weights - one
+            q = weights - target_weights
             total = q.sum(-1)  # zero if the weights sum to one
             q_gram = contract(q, gram)
             inside = (q_gram * q).sum(-1) + 2 * total * contract(q, along[None])[..., 0]
@@ -462,7 +462,7 @@ def _sweep(
     def errors(chosen: Array, copies: tuple, separations: tuple) -> tuple[Array, Array]:
         query, observed, target = copies
 
-        def one(index: Array) -> tuple[Array, Array]:
+        def candidate_errors(index: Array) -> tuple[Array, Array]:
             overlaps = overlaps_of(models, index, memories, query, observed)
             betas = beta_grid(overlaps)
 
@@ -474,7 +474,7 @@ def _sweep(
 
             return lax.map(sweep, jnp.arange(len(separations))), betas
 
-        return lax.map(one, chosen)
+        return lax.map(candidate_errors, chosen)
 
     screening, betas = errors(jnp.arange(len(models)), few, separations[:1])
     screening = screening[:, 0]

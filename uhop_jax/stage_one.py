@@ -312,7 +312,7 @@ def _fit_weights(
     loss: Loss,
     optimizer: optax.GradientTransformation | None,
     steps: int,
-    kept: int,
+    number_kept: int,
     normalize_rows: bool,
     memories: Array,
     start: Fitted,
@@ -341,15 +341,15 @@ def _fit_weights(
         return (optax.apply_updates(weights, updates), state, slots), history
 
     weights, order = start.weights, jnp.sort(marks)
-    slots = jnp.full_like(weights, 0, shape=(kept, *weights.shape))
+    slots = jnp.full_like(weights, 0, shape=(number_kept, *weights.shape))
     carry = (weights, optimizer.init(weights), slots)
     (weights, _, slots), history = lax.scan(body, carry, jnp.arange(steps))
     slots = _record(slots, order, steps, weights)[jnp.searchsorted(order, marks)]
     if normalize_rows:
         weights, slots = _unit_rows(weights), _unit_rows(slots)
     snapshots = None
-    if kept:
-        centers = None if center is None else jnp.tile(center, (kept, 1))
+    if number_kept:
+        centers = None if center is None else jnp.tile(center, (number_kept, 1))
         snapshots = LinearKernel(slots, centers)
     kernel = LinearKernel(weights, center)
     last = descend(memories, weights, loss, t)[0]
@@ -360,7 +360,7 @@ def _fit_weights(
 def _fit_gram(
     loss: Loss,
     steps: int,
-    kept: int,
+    number_kept: int,
     normalize_rows: bool,
     memories: Array,
     start: Fitted,
@@ -417,7 +417,7 @@ def _fit_gram(
         return (B + rate * velocity, velocity, slots), history
 
     zero, order = jnp.zeros_like(G), jnp.sort(marks)
-    carry = (zero, zero, jnp.full_like(zero, 0, shape=(kept, *zero.shape)))
+    carry = (zero, zero, jnp.full_like(zero, 0, shape=(number_kept, *zero.shape)))
     (B, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
     slots = _record(slots, order, steps, B)[jnp.searchsorted(order, marks)]
 
@@ -430,7 +430,7 @@ def _fit_gram(
         weights = start.weights - product(first.T, right)
         return LinearKernel(_unit_rows(weights) if normalize_rows else weights)
 
-    snapshots = lax.map(kernel, slots) if kept else None
+    snapshots = lax.map(kernel, slots) if number_kept else None
     fitted = kernel(B)
     if normalize_rows:  # `B` does not describe a `W` with normalised rows
         last = descend(uncentered, fitted.weights, loss, t)[0]
