@@ -115,9 +115,9 @@ def root(u: Array, e: Array, start: Array, power: Power | Array) -> Array:
         return switch(power, total)
 
     length = u.shape[-1]
-    # Up to this excess over one, the error after one more step is within the tolerance.
-    # Each entry adds a quadratic error, or for `e > 1/2` the error of an entry that
-    # leaves the support.
+    # Up to this excess over one, one more step reaches the tolerance without another
+    # test: each entry adds at most its share, by the quadratic convergence of Newton's
+    # method, or for `e > 1/2` by leaving the support.
     share = tolerance(length, u.dtype) / length
     ahead = share ** jnp.maximum(e, 0.5)
     return find_root(sums, length, e, start, lax.while_loop, ahead=ahead)
@@ -138,7 +138,7 @@ def find_root(
     active: Any = True,
     ahead: Any = 0.0,
 ) -> Array:
-    """The `s >= start` at which weights sum to one, wherever the overlaps are stored.
+    """The `s >= start` at which weights sum to one, from sums over the overlaps alone.
 
     Newton's method on `f^e`, where `f` is the sum of the weights: `f^e` is convex and
     decreasing in `s` for `e <= 1`, so the iterates climb to the root and never pass it.

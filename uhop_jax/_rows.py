@@ -166,6 +166,7 @@ class Row(NamedTuple):
     model: Model
 
     def weights(self, y: Array) -> Array:
+        """Weights over the memories `(M,)`."""
         model = self.model
         weights = model.separation.tempered(
             self._overlaps(y), model.beta, where=model.mask
@@ -173,11 +174,13 @@ class Row(NamedTuple):
         return self._unless_broken(weights)
 
     def update(self, y: Array) -> Array:
+        """The state after one update."""
         similarity, observed = self.model.similarity, self.model.observed
         new = similarity.combine(self.keys, self.weights(y), observed)
         return new.astype(y.dtype)
 
     def energy(self, y: Array) -> Array:
+        """Energy of the state, a scalar."""
         model = self.model
         value = model.separation.tempered_conjugate(
             self._overlaps(y), model.beta, where=model.mask
@@ -186,6 +189,7 @@ class Row(NamedTuple):
         return self_energy - self._unless_broken(value)
 
     def start(self) -> Array:
+        """The first state `(D,)`, in at least float32."""
         y = self.model.similarity.state(self.model.query, self.model.observed)
         return y.astype(working_dtype(y))
 

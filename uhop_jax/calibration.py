@@ -2,8 +2,8 @@
 
 The memories are known, so copies of them can be corrupted as queries will be. Every
 candidate model retrieves the copies, in one compiled sweep. The model with the least
-error is chosen, and its expected error is estimated. Candidates with equal errors (for
-example, none at all) are compared on more copies.
+error is chosen, and its expected error is estimated. Candidates with equal errors, such
+as zero, are compared on more copies.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ SCREENING = 256  # about how many copies all candidates retrieve
 CENTERED = 2000  # least number of copies from which the mean of queries is estimated
 FINALISTS = 5  # candidates that retrieve all copies, with all separations
 MIN_BATCHES, MAX_BATCHES = 2, 64  # batches of copies for the expected error
-MULTIPLICATIONS = 2e11  # largest cost of the expected error
+MULTIPLICATIONS = 2e11  # most multiplications that the expected error may cost
 TIE_BATCHES = 4  # batches of copies on which candidates of equal errors are compared
 NEGLIGIBLE = 1e-6  # difference of errors, over the variance of the memories, to ignore
 
@@ -149,8 +149,8 @@ def calibrate(
         which queries will be corrupted, such as `Mask(0.5)`, `Noise(0.3)` or a function
         of JAX arrays; it returns patterns of the same shape, or `(patterns, observed)`.
       queries: about how many corrupted copies the finalists retrieve. All memories have
-        equally many copies; if memories are more than `queries`, a random choice of
-        them has one copy each.
+        equally many copies; if there are more memories than `queries`, `queries`
+        memories chosen at random have one copy each.
       accuracy: relative standard error of the expected error. New copies are drawn
         until it is reached, or until they cost too much. None draws no new copies: the
         expected error is then NaN, and the choice is the same.

@@ -86,11 +86,13 @@ def whitenings(
 
 @jax.jit
 def _whitenings(memories: Array, ridges: Array) -> LinearKernel | LowRankKernel:
+    """Kernels stacked along a first axis, one for each ridge."""
     # `vmap` computes the decomposition once: it does not depend on the ridge.
     return jax.vmap(lambda ridge: _whiten(memories, ridge))(ridges)
 
 
 def _whiten(memories: Array, ridge: Array) -> LinearKernel | LowRankKernel:
+    """The whitening kernel, by the smaller of the two eigenproblems."""
     M, d = memories.shape[-2:]
     return (_whitening if M >= d else _low_rank_whitening)(memories, ridge)
 

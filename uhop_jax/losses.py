@@ -222,6 +222,7 @@ def loss_of_distances(
 
 
 def _distinct(pairs: Array) -> Array:
+    """True off the diagonal, in the shape `(..., M, M)` of `pairs`."""
     return jnp.broadcast_to(~jnp.eye(pairs.shape[-1], dtype=bool), pairs.shape)
 
 

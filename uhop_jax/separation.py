@@ -1,7 +1,7 @@
 r"""Separation functions: from overlaps to weights over the memories.
 
-Each separation is a frozen pytree with two methods that belong together: `conjugate` is
-a convex function and `__call__`, which gives the weights, is its gradient. All methods
+Each separation is a frozen pytree. `__call__` gives the weights; `conjugate`, where a
+separation has one, is the convex function whose gradient the weights are. All methods
 act on the last axis; leading axes are free. Nothing sorts: every step is a sum or a
 maximum over the memory axis, so it fuses, vectorises and shards.
 
@@ -160,16 +160,20 @@ class Separation(abc.ABC):
         return
 
     @abc.abstractmethod
-    def _weights(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]: ...
+    def _weights(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
+        """Weights, zero where `z` is `-inf`."""
 
     def _conjugate(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch"]:
+        """The convex function of each row, zero for a row of `-inf`."""
         raise TypeError(f"{type(self).__name__} declares a conjugate but defines none")
 
     def _tempered(self, overlaps: Array, beta: Array, where: Any) -> Array:
+        """`tempered` for prepared arguments."""
         top = self._reference(overlaps, where)
         return self._weights(scaled_about(overlaps, top, beta, where))
 
     def _tempered_conjugate(self, overlaps: Array, beta: Array, where: Any) -> Array:
+        """`tempered_conjugate` for prepared arguments."""
         top = self._reference(overlaps, where)
         return self._conjugate(scaled_about(overlaps, top, beta, where)) / beta + top
 
@@ -186,6 +190,7 @@ class Separation(abc.ABC):
             )
 
     def _prepare_both(self, overlaps: Any, beta: Any, where: Any) -> tuple[Any, ...]:
+        """Checked overlaps, `beta (...,)` and `where`, and the dtype of the result."""
         overlaps, dtype = self._prepare(overlaps, None)
         if where is not None:
             where = broadcast_rows("where", as_boolean("where", where), overlaps.shape)
@@ -194,6 +199,7 @@ class Separation(abc.ABC):
         return overlaps, beta, where, dtype
 
     def _prepare(self, z: Any, where: Any) -> tuple[Array, Any]:
+        """Checked overlaps, `-inf` where masked, and the dtype of the result."""
         self.check()
         z = as_floating(z, "z")
         dtype = z.dtype
@@ -482,6 +488,7 @@ class Polynomial(Separation):
 
 
 def _largest_positive(z: Array) -> Array:
+    """The largest entry of each row `(..., 1)`, at least zero."""
     return lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True, initial=0.0))
 
 

@@ -2,9 +2,9 @@ r"""Similarities: how a state is compared with the memories.
 
 A similarity is a comparison (dot product, cosine, a distance) in a space of features:
 the raw patterns (`kernel=None`) or the features `Phi` of a kernel, :math:`K(u, v) =
-\langle \Phi(u), \Phi(v) \rangle`. Larger is closer; distances are negated in this
-module and nowhere else. `Dot(W)` is the paper's kernel [eqn:linear_kernel], `Cosine(W)`
-its angular form.
+\langle \Phi(u), \Phi(v) \rangle`. Larger is closer: a distance becomes a similarity by
+a minus sign. `Dot(W)` is the paper's kernel [eqn:linear_kernel], `Cosine(W)` its
+angular form.
 
 The retrieval dynamics run on the state `y = Phi(x)`, on which every linear kernel gives
 the paper's update. Each similarity therefore defines how memories become `keys`, how a
@@ -146,9 +146,11 @@ class Similarity(abc.ABC):
         return self.comparison_has_energy and kernel_allows
 
     @abc.abstractmethod
-    def _compare(self, keys: Array, state: Array, restrict: Any) -> Array: ...
+    def _compare(self, keys: Array, state: Array, restrict: Any) -> Array:
+        """`compare` over the components where `restrict` is true; None is all."""
 
     def _combine(self, keys: Array, weights: Array, restrict: Any) -> Array:
+        """`combine` over the components where `restrict` is true; None is all."""
         state = weigh(weights, keys)
         return state if restrict is None else jnp.where(restrict, state, 0.0)
 

@@ -286,6 +286,7 @@ def _is_dense(start: Fitted) -> bool:
 
 
 def _center(start: Fitted) -> Array | None:
+    """The centre of a kernel, None without one."""
     return start.center if isinstance(start, LinearKernel) else None
 
 
@@ -497,5 +498,6 @@ def _result(
 
 
 def _unit_rows(weights: Array) -> Array:
+    """Rows scaled to unit norm; a zero row stays zero."""
     squared = (weights * weights).sum(-1, keepdims=True)
     return weights / jnp.sqrt(jnp.where(squared == 0, 1.0, squared))
