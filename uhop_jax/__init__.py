@@ -1,4 +1,4 @@
-"""U-Hop in JAX: associative memories that learn their similarity first.
+"""U-Hop in JAX: associative memories that learn a similarity before they retrieve.
 
 The functional core of "Uniform Memory Retrieval with Larger Capacity for Modern
 Hopfield Models" (Wu et al., ICML 2024): separations, similarities and kernels,

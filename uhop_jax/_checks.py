@@ -1,8 +1,8 @@
 """Clear errors for wrong input, raised before anything is traced or compiled.
 
-Facts that are static (shapes, types) are checked always; facts about values (sign,
-finiteness) only where the value is known, that is, outside of `jax.jit`. Inside, a
-number out of range gives NaN, not the result of another number.
+Static facts (shapes, types) are always checked. Facts about values (sign, finiteness)
+are checked only where the value is known, that is, outside of `jax.jit`. Inside of
+`jax.jit` a number out of range gives NaN: it is never replaced by a valid number.
 """
 
 from collections.abc import Iterable
@@ -49,14 +49,14 @@ def as_floating(x: Any, name: str) -> Array:
 
 
 def native(x: Any) -> Any:
-    """The array in the order of bytes of this machine, which JAX needs."""
+    """The array in the byte order of this machine, which JAX needs."""
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="))
     return x
 
 
 def kind_of(x: Any) -> str:
-    """What an argument is that is no array of numbers."""
+    """Words for an argument that is no array of numbers, for an error message."""
     try:
         dtype = np.asarray(x).dtype
     except ValueError:
@@ -65,12 +65,12 @@ def kind_of(x: Any) -> str:
 
 
 def working_dtype(x: Array) -> Any:
-    """The dtype sums are kept in: float32 for half precision, else the dtype of `x`."""
+    """The dtype of sums: float32 for half precision, else the dtype of `x`."""
     return jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
 
 
 def wider_dtype(*arrays: Array) -> Any:
-    """The floating dtype that holds all of them."""
+    """The smallest floating dtype that holds all the arrays."""
     dtypes = {x.dtype for x in arrays}
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     if all(dtype == widest or dtype.itemsize < widest.itemsize for dtype in dtypes):
@@ -94,7 +94,7 @@ def check_finite(name: str, x: Any, valid: Any = None) -> None:
 
 
 def as_numbers(name: str, value: Any) -> np.ndarray:
-    """A concrete number, or an array of them, in float64."""
+    """A concrete number, or an array of numbers, in float64."""
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "OSUc":
@@ -105,42 +105,42 @@ def as_numbers(name: str, value: Any) -> np.ndarray:
 
 
 def check_positive(name: str, value: Any, dtype: Any = np.float64) -> None:
-    """Refuses a concrete value that is not finite and above zero in `dtype`."""
+    """Refuses a concrete value that is not both finite and positive in `dtype`."""
     if is_traced(value):
         return
     value = as_numbers(name, value)
     with np.errstate(over="ignore", under="ignore"):
-        used = value.astype(dtype)
-    bad = value[~(np.isfinite(used) & (used > 0))]
+        rounded = value.astype(dtype)
+    bad = value[~(np.isfinite(rounded) & (rounded > 0))]
     if bad.size:
-        known = np.isfinite(bad.flat[0]) and bad.flat[0] > 0
-        where = f" in {jnp.dtype(dtype)}" if known else ""
+        only_rounded = np.isfinite(bad.flat[0]) and bad.flat[0] > 0
+        where = f" in {jnp.dtype(dtype)}" if only_rounded else ""
         raise ValueError(
             f"{name} must be positive and finite{where}, got {bad.flat[0]}"
         )
 
 
 def as_positive(name: str, value: Any, dtype: Any) -> Array:
-    """Positive numbers in `dtype`; NaN where a value is traced and is none."""
+    """Positive numbers in `dtype`; NaN where a traced value is not positive."""
     check_positive(name, value, dtype)
     x = jnp.asarray(native(value)).astype(dtype)
     return jnp.where((x > 0) & (x < jnp.inf), x, jnp.nan) if is_traced(value) else x
 
 
 def as_scalar(name: str, value: Any, dtype: Any) -> Array:
-    """One positive number as an array of `dtype`, as `as_positive` has it."""
+    """One positive number in `dtype`, checked by `as_positive`."""
     check_scalar(name, value)
     return as_positive(name, value, dtype)
 
 
 def check_scalar(name: str, value: Any) -> None:
-    """Refuses an array of more than no axes."""
+    """Refuses an array that has axes."""
     if np.ndim(value):
         raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
 
 
 def check_at_least(name: str, value: Any, least: float | int) -> None:
-    """Refuses a concrete value that is not finite or below `least` anywhere."""
+    """Refuses a concrete value with an entry that is not finite or is below `least`."""
     if is_traced(value):
         return
     value = as_numbers(name, value)
@@ -170,12 +170,12 @@ def check_count(name: str, value: Any, least: int, most: int | None = None) -> N
 
 
 def check_seed(name: str, value: Any) -> None:
-    """Refuses anything but an integer of 32 bits; of more, JAX drops the others."""
+    """Refuses anything but an unsigned integer of 32 bits: JAX drops higher bits."""
     check_count(name, value, 0, 2**32 - 1)
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Refuses anything but positive integers; None is a size not given."""
+    """Refuses anything but positive integers; None stands for a size not given."""
     for name, size in sizes.items():
         if size is not None:
             check_count(name, size, 1)
@@ -192,7 +192,7 @@ def check_floating(name: str, dtype: Any) -> None:
 
 
 def check_rngs(rngs: Any) -> None:
-    """Refuses what draws no parameters."""
+    """Refuses anything but random streams of Flax from which parameters are drawn."""
     if not callable(getattr(rngs, "params", None)):
         raise ValueError(
             "rngs must be nnx.Rngs with a stream for parameters, such as nnx.Rngs(0), "
@@ -220,7 +220,7 @@ def as_counts(name: str, values: Any, least: int, most: int) -> tuple[int, ...]:
 
 
 def as_boolean(name: str, x: Any, meaning: str = "") -> Array:
-    """A boolean array; integers are refused, which may be weights or positions."""
+    """A boolean array. Integers are refused: they may be weights or positions."""
     try:
         array = jnp.asarray(x)
         got = f"dtype {array.dtype}"
@@ -242,22 +242,26 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_named(**lists: Any) -> None:
-    """Refuses an empty list of what is to be run."""
+    """Refuses an empty list of things to run; its keyword is its name."""
     for name, items in lists.items():
         if not len(items):
             raise ValueError(f"{name} must name at least one, got {items}")
 
 
 def check_distinct(name: str, items: Iterable[Any]) -> None:
-    """Refuses a list that names something twice."""
+    """Refuses a list with two equal items."""
     items = list(items)
-    for place, item in enumerate(items):
-        if item in items[:place]:
+    for index, item in enumerate(items):
+        if item in items[:index]:
             raise ValueError(f"{name} must name each once, got {item!r} twice")
 
 
 def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:
-    """Broadcasts `x` to `shape`, or says why it cannot be."""
+    """Broadcasts `x` to `shape`.
+
+    Raises:
+      ValueError: if `x` does not broadcast to `shape`.
+    """
     x = jnp.asarray(x)
     try:
         return jnp.broadcast_to(x, shape)
@@ -292,9 +296,9 @@ def check_memory_set(memories: Any, *, distinct: bool = True) -> None:
             f"memories must have components and sets, got shape {memories.shape}"
         )
     check_finite("memories", memories)
-    # Of an array on several hosts, none sees all rows.
-    at_hand = not is_traced(memories) and memories.is_fully_addressable
-    if distinct and at_hand:
+    # No host sees all rows of an array that is spread over several hosts.
+    readable = not is_traced(memories) and memories.is_fully_addressable
+    if distinct and readable:
         array = np.asarray(memories)
         for rows in array.reshape(-1, *array.shape[-2:]):
             seen: dict[bytes, int] = {}

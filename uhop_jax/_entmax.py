@@ -4,17 +4,17 @@ With :math:`e = \alpha - 1` and :math:`u = z - \max z \le 0` the weights are
 
 .. math:: p_i = \exp_e(u_i - s), \qquad \exp_e(x) = (1 + e x)_+^{1/e}
 
-(:math:`\exp x` at `e = 0`), where `s >= 0` makes them sum to one. This is `tau = e s -
-1` of Peters et al. 2019, in the variable that stays accurate as `alpha` tends to 1.
-For `alpha > 2` a weight is a steep function of `s`, whose rounding would show in all
-digits of it. There the unknown is the smallest weight `w` of the support, that of the
-overlap :math:`z_\downarrow`:
+(:math:`\exp x` at `e = 0`), where `s >= 0` makes them sum to one. The threshold of
+Peters et al. 2019 is `tau = e s - 1`; unlike `tau`, `s` stays accurate as `alpha` tends
+to 1. For `alpha > 2` a weight is a steep function of `s`: the rounding of `s` would
+change all digits of the weight. The unknown is then the smallest weight `w` of the
+support, at the overlap :math:`z_\downarrow`:
 
 .. math:: p_i = (w^e + e (z_i - z_\downarrow))^{1/e},
 
-whose sum is convex and increasing in `w`, at a slope of at least one.
+The sum of these weights is convex and increasing in `w`, with a slope of at least one.
 
-Overlaps are float32 or float64, those of masked entries `-inf`; `alpha` broadcasts
+Overlaps are float32 or float64, and `-inf` at masked entries; `alpha` broadcasts
 against them.
 """
 
@@ -32,14 +32,14 @@ from jaxtyping import Array
 
 from uhop_jax._pytree import varying_alike
 
-# From this length on, the root is first bounded on the maxima of blocks of the row.
+# Rows of at least this length: the maxima of blocks of the row first bound the root.
 _BLOCKED_LENGTH = 2048
 _BLOCKS = 256
 _MAX_STEPS = 128
 _SQRT_HALF = 0x3F3504F3  # the bits of sqrt(1/2) in float32
-# `log1p(f) / f` for `1 + f` in [sqrt(1/2), sqrt(2)), to 3e-8: a polynomial fitted to
-# the smallest largest relative error, highest power first. Half of the cost of
-# `jnp.log1p`.
+# A polynomial for `log1p(f) / f`, highest power first, for `1 + f` in
+# [sqrt(1/2), sqrt(2)). Its largest relative error, which the fit minimises, is 3e-8.
+# The polynomial costs half as much as `jnp.log1p`.
 _LOG1P_RATIO = (
     *(0.08734751, -0.14307483, 0.14917989, -0.16570514, 0.19962071),
     *(-0.25001755, 0.33333951, -0.49999991, 1.0),
@@ -55,7 +55,7 @@ class Power(enum.IntEnum):
 
     @classmethod
     def of(cls, alpha: np.ndarray) -> "Power":
-        """The fastest that all of these allow."""
+        """The fastest arithmetic that all these `alpha` allow."""
         if (alpha == 2).all():
             return cls.LINEAR
         return cls.SQUARE if (alpha == 1.5).all() else cls.GENERAL
@@ -65,7 +65,7 @@ def exp_and_slope(u: Array, s: Array, e: Array, power: Power) -> tuple[Array, Ar
     """`p = exp_e(u - s)` and its derivative `p^(1 - e)`, both zero off the support."""
     if power is Power.LINEAR:
         p = jnp.maximum(u - (s - 1.0), 0.0)
-        return p, jnp.ceil(p)  # 0 or 1; unlike a comparison, it vectorises
+        return p, jnp.ceil(p)  # 0 or 1; unlike a comparison, `ceil` vectorises
     if power is Power.SQUARE:
         root = jnp.maximum(0.5 * u - (0.5 * s - 1.0), 0.0)
         return root * root, root
@@ -77,13 +77,13 @@ def exp_and_slope(u: Array, s: Array, e: Array, power: Power) -> tuple[Array, Ar
 
 
 def _log_exp(x: Array, e: Array) -> Array:
-    """`log exp_e(x)` where that is positive, `x` itself at e = 0."""
+    """`log exp_e(x)` where `exp_e(x)` is positive; `x` itself at e = 0."""
     y = e * x
     inverse = 1.0 / jnp.where(e == 0, 1.0, e)
     if x.dtype != jnp.float32:
         return jnp.where(e == 0, x, jnp.log1p(jnp.where(y > -1, y, 0.0)) * inverse)
-    # `1 + y = 2^k (1 + f)` with `1 + f` next to one. Where `k = 0`, `f` is `y` as it
-    # was before the sum rounded it, and `e` drops out of the quotient.
+    # `1 + y = 2^k (1 + f)` with `1 + f` near one. Where `k = 0`, `f` is `y` itself,
+    # without the rounding of `1 + y`, and `e` cancels in `log1p(e x) / e`.
     bits = lax.bitcast_convert_type(1.0 + y, jnp.int32)
     k = (bits - _SQRT_HALF) >> 23
     mantissa = lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
@@ -106,7 +106,7 @@ def root(u: Array, e: Array, start: Array, power: Power | Array) -> Array:
     """The `s >= start` at which the weights of each row sum to one, `(..., 1)`."""
 
     def sums(s: Array, active: Array) -> tuple[Array, Array]:
-        del active  # all rows are at hand: leaving some out saves nothing
+        del active  # the sums of all rows cost as much as the sums of some
 
         def total(power: Power) -> tuple[Array, Array]:
             p, slope = exp_and_slope(u, s, e, power)
@@ -115,15 +115,16 @@ def root(u: Array, e: Array, start: Array, power: Power | Array) -> Array:
         return switch(power, total)
 
     length = u.shape[-1]
-    # An untried step leaves of each entry what a parabola does, or for `e > 1/2` an
-    # entry that drops out of the support: at most the tolerance in all.
+    # Up to this excess over one, one more step reaches the tolerance without another
+    # test: each entry adds at most its share, by the quadratic convergence of Newton's
+    # method, or for `e > 1/2` by leaving the support.
     share = tolerance(length, u.dtype) / length
     ahead = share ** jnp.maximum(e, 0.5)
     return find_root(sums, length, e, start, lax.while_loop, ahead=ahead)
 
 
 def tolerance(length: int | Array, dtype: Any) -> Array:
-    """How far above one the sum of the weights of a row may be."""
+    """The largest excess over one of the sum of the weights of a row."""
     size = jnp.asarray(length, dtype)
     return float(jnp.finfo(dtype).eps) * (4.0 + 0.25 * jnp.sqrt(size))
 
@@ -137,27 +138,30 @@ def find_root(
     active: Any = True,
     ahead: Any = 0.0,
 ) -> Array:
-    """The `s >= start` at which weights sum to one, wherever the overlaps are.
+    """The `s >= start` at which weights sum to one, from sums over the overlaps alone.
 
-    Newton's method on `f^e`, `f` the sum of the weights, which is convex and decreasing
-    in `s` for `e <= 1`: the iterates climb to the root and never pass it. Rows of a
-    larger `e` stay where they start: they have `steep_support`. A row that is done
-    stays as it is, so that it does not depend on the other rows.
+    Newton's method on `f^e`, where `f` is the sum of the weights: `f^e` is convex and
+    decreasing in `s` for `e <= 1`, so the iterates climb to the root and never pass it.
+    Rows with `e > 1` stay at `start`; `steep_support` serves them. A row that has
+    converged no longer moves, so that its result does not depend on the other rows.
 
     Args:
-      sums: of `s (..., 1)` and of which rows still matter, the sum of the weights and
-        of their slopes, `(..., 1)` each.
-      length: of a row.
+      sums: `sums(s, active)` takes `s (..., 1)` and the rows that have not converged;
+        it returns the sums of the weights and of their slopes, `(..., 1)` each.
+      length: number of entries of a row.
       e: `alpha - 1`; broadcasts against `start`.
       start: a lower bound of the root, at least 0, `(..., 1)`.
-      repeat: `lax.while_loop`, or what does the same.
-      active: rows that are not at their root already.
-      ahead: how far above one the sum may be for the next step to be the last, untried.
+      repeat: `lax.while_loop`, or a function with its signature.
+      active: false for rows whose `start` is their root.
+      ahead: excess of the sum over one up to which the next step is the last.
+
+    Returns:
+      The root `(..., 1)`.
     """
     limit = tolerance(length, start.dtype)
     size = jnp.asarray(length, start.dtype)
     e_rows = jnp.broadcast_to(e, start.shape)
-    # Were all entries equal to the largest, the root would be this; it is never larger.
+    # The root of a row whose entries all equal the largest: no root is larger.
     upper = jnp.maximum(_log_sum(jnp.full_like(start, size), e_rows), start)
 
     def body(carry):
@@ -173,12 +177,13 @@ def find_root(
 
 
 def _no_steps(start: Array) -> Array:
-    """A counter that may differ from row to row, as `start` does."""
+    """A counter at zero that varies over the mesh axes over which `start` varies."""
     return jnp.full_like(start, 0, jnp.int32, shape=())
 
 
 @jax.jit  # for callers that loop in Python
 def _advance(carry, sums, e: Array, upper: Array, limit: Array, ahead: Any):
+    """One Newton step of `find_root`, upwards and at most to `upper`."""
     s, active, step = carry
     f, slope = sums
     target = s + f * _log_sum(f, e) / jnp.where(slope == 0, 1.0, slope)
@@ -190,24 +195,28 @@ def _advance(carry, sums, e: Array, upper: Array, limit: Array, ahead: Any):
 def steep_support(
     mass, top: Array, e: Array, repeat, scale: Any = 1.0, guess: Array | None = None
 ) -> Array:
-    """The lowest overlap that could be in the support, exactly, for `e > 1` `(..., 1)`.
+    """The smallest float `t` with `mass(t) < 1`: the end of the support, for `e > 1`.
 
-    An overlap `t` is in the support if those above it leave something of the sum:
-    `mass(t) = sum_i (e (z_i - t))_+^(1/e) < 1`. That falls as `t` grows, so the floats
-    below the maximum, which are ordered as integers are, are halved.
+    An overlap `t` is in the support if the weights of larger overlaps sum to less than
+    one: `mass(t) = sum_i (e (z_i - t))_+^(1/e) < 1`. The mass falls as `t` grows, so
+    bisection finds the smallest such float. It bisects integers in the order of the
+    floats, and is therefore exact.
 
     Args:
-      mass: of `t` and of which rows still matter.
-      top: the largest overlap of each row, finite.
+      mass: `mass(t, active)`, of `t (..., 1)` and the rows that have not converged.
+      top: the largest overlap of each row, finite, `(..., 1)`.
       e: `alpha - 1`; broadcasts against `top`.
-      repeat: `lax.while_loop`, or what does the same.
-      scale: what multiplies the overlaps.
-      guess: a lower bound, and mostly the answer.
+      repeat: `lax.while_loop`, or a function with its signature.
+      scale: factor of the overlaps in `mass`.
+      guess: a lower bound, often the result itself.
+
+    Returns:
+      The float of each row `(..., 1)`; `top` where `e <= 1`.
     """
     high = ordered_bits(top)
     one = jnp.ones((), high.dtype)
     if guess is None:
-        # From here on the largest alone has the sum.
+        # At this overlap the largest entry alone has a mass above one.
         low = ordered_bits(top - 2 / (jnp.maximum(e, 1.0) * scale))
     else:
         low = ordered_bits(guess)
@@ -228,9 +237,10 @@ def steep_support(
 
 @jax.jit
 def _halve(low: Array, high: Array, middle: Array, mass: Array):
-    found, between = mass < 1, middle > low
-    low = jnp.where(between & ~found, middle, low)
-    return low, jnp.where(between & found, middle, high)
+    """One bisection step of `steep_support`."""
+    below_one, between = mass < 1, middle > low
+    low = jnp.where(between & ~below_one, middle, low)
+    return low, jnp.where(between & below_one, middle, high)
 
 
 def ordered_bits(x: Array) -> Array:
@@ -243,7 +253,7 @@ def ordered_bits(x: Array) -> Array:
 
 
 def from_ordered(key: Array) -> Array:
-    """The floats of `ordered_bits`."""
+    """The floats of which `ordered_bits` are the integers."""
     bits = jnp.iinfo(key.dtype).bits
     sign = jnp.asarray(1 << (bits - 1), key.dtype)
     raw = jnp.where(key >= sign, key ^ sign, ~key)
@@ -257,15 +267,15 @@ def steep_mass(x: Array, e: Array) -> Array:
 
 
 def _log_root(x: Array, e: Array) -> Array:
-    """`log((e x)^(1/e))`, `-inf` where that is zero."""
+    """`log((e x)_+^(1/e))` for `e > 1`; `-inf` where `x <= 0`."""
     e = jnp.maximum(e, 1.0)
     return jnp.where(x > 0, jnp.log(e * jnp.where(x > 0, x, 1.0)) / e, -jnp.inf)
 
 
 def steep_sums(x: Array, w: Array, e: Array) -> tuple[Array, Array]:
-    """`p = (w^e + e x)^(1/e)` and its slope in `w`, zero for a negative `x`.
+    """`p = (w^e + e x)^(1/e)` and its slope in `w`, both zero for a negative `x`.
 
-    In logarithms, because `w^e` has no floats for a large `e`.
+    The sum is computed in logarithms, because `w^e` underflows for a large `e`.
     """
     e = jnp.maximum(e, 1.0)
     log_w, log_x = jnp.log(w), _log_root(x, e)
@@ -279,7 +289,15 @@ def steep_sums(x: Array, w: Array, e: Array) -> tuple[Array, Array]:
 def smallest_weight(sums, count: Array, length: int | Array, e: Array, repeat) -> Array:
     """The weight `w` of the lowest overlap of a support of `count`, for `e > 1`.
 
-    Newton's method from above, where a convex function is never passed.
+    Newton's method from above: the sum is convex in `w`, so no step passes the root.
+
+    Args:
+      sums: `sums(w, active)` takes `w (..., 1)` and the rows that have not converged;
+        it returns the sums of the weights and of their slopes in `w`, `(..., 1)` each.
+      count: number of entries in the support of each row, `(..., 1)`.
+      length: number of entries of a row.
+      e: `alpha - 1`, `(..., 1)`.
+      repeat: `lax.while_loop`, or a function with its signature.
     """
     limit = tolerance(length, count.dtype)
     start = 1 / jnp.maximum(count, 1.0)
@@ -298,6 +316,7 @@ def smallest_weight(sums, count: Array, length: int | Array, e: Array, repeat) -
 
 @jax.jit
 def _descend(carry, sums, limit: Array):
+    """One Newton step of `smallest_weight`, downwards and to a positive weight."""
     w, active, step = carry
     total, slope = sums
     target = w - (total - 1) / jnp.maximum(slope, 1.0)
@@ -308,9 +327,10 @@ def _descend(carry, sums, limit: Array):
 
 
 def _steep_weights(z: Array, e: Array) -> Array:
-    """Weights of the rows whose `e` is above one; of the others anything finite."""
+    """Weights of rows with `e > 1`; for other rows the result means nothing."""
     largest = float(jnp.finfo(z.dtype).max)
-    # What is compared must be what is subtracted, unlike what XLA would fuse.
+    # The barrier keeps XLA from fusing the product that made `z` into the subtraction:
+    # comparisons and subtractions must see the same rounded numbers.
     z = lax.optimization_barrier(jnp.where(z == jnp.inf, largest, z))
     top = jnp.max(z, axis=-1, keepdims=True)
     safe_top = jnp.where(top > -jnp.inf, top, 0.0)
@@ -348,29 +368,34 @@ def switch(power: Power | Array, function):
 
 
 def run_time_power(e: Array) -> Array:
+    """The fastest `Power` that all of `e` allow, as an integer array."""
     square, linear = jnp.all(e == 0.5), jnp.all(e == 1)
     return jnp.where(linear, Power.LINEAR, jnp.where(square, Power.SQUARE, 0))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
-    """Weights of `alpha`-entmax, with an `alpha` that broadcasts against `z`.
+    """Weights of `alpha`-entmax over the last axis, in the shape and dtype of `z`.
 
-    `power` fixes the arithmetic; None chooses it when the value of `alpha` is known.
+    Args:
+      z: overlaps `(..., M)`, `-inf` at masked entries.
+      alpha: at least 1; broadcasts against `z`. NaN gives NaN.
+      power: the arithmetic; None chooses it at run time by the values of `alpha`.
     """
     z, e = varying_alike((z, (alpha - 1).astype(z.dtype)))
     if z.shape[-1] == 0:
         return z
     mode = run_time_power(e) if power is None else power
     top = jnp.max(z, axis=-1, keepdims=True)
-    # XLA may fuse the product that made `z` into the difference and round it once only:
-    # that of the largest must stay exactly zero, else one-hot weights are not.
+    # XLA may fuse the product that made `z` into the difference, without rounding the
+    # product. The difference at the maximum must be exactly zero, or one-hot weights
+    # are not exact.
     safe_top = jnp.where(top == -jnp.inf, 0.0, top)
     u = jnp.where((z == top) & (top > -jnp.inf), 0.0, z - safe_top)
     start = jnp.zeros_like(top)
     if z.shape[-1] >= _BLOCKED_LENGTH:
-        # A part of the entries has a smaller sum, hence a smaller root: a lower bound
-        # that costs little, and mostly the right support already.
+        # A part of the entries has a smaller sum, hence a smaller root: a cheap lower
+        # bound, which often has the right support already.
         size = z.shape[-1] // _BLOCKS
         blocks = u[..., : _BLOCKS * size].reshape(*u.shape[:-1], _BLOCKS, size).max(-1)
         start = root(blocks, e, start, mode)
@@ -395,22 +420,24 @@ def _entmax_jvp(power, primals, tangents):
     return p, _entmax_tangent(p, alpha, dz, dalpha, power)
 
 
-# Computed again from the weights when a gradient asks for it: cheaper than to store.
+# The backward pass recomputes the tangent from the weights, which needs less memory.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4,))
 def _entmax_tangent(
     p: Array, alpha: Array, dz: Array | None, dalpha: Array | None, power: Power | None
 ) -> Array:
+    """Tangent of the weights `p`; None stands for a tangent of zero."""
     e = (alpha - 1).astype(p.dtype)
     mode = run_time_power(e) if power is None else power
     slope = switch(mode, functools.partial(_support_power, p, e))
-    rate = jnp.zeros_like(p)  # at a fixed threshold, over the slope
+    rate = jnp.zeros_like(p)  # tangent at a fixed threshold, divided by the slope
     if dz is not None:
         rate += jnp.where(p > 0, dz, 0.0)
     if dalpha is not None:
         rate += _alpha_rate(p, slope, e) * dalpha.astype(p.dtype)
     if power is None or power is Power.GENERAL:
-        # For alpha > 2 the slope of the smallest weight exceeds the others by far: its
-        # rate and the mean agree in most digits, unless its own is taken off all.
+        # For `alpha > 2` the smallest weight has by far the largest slope: its rate
+        # agrees with the mean in most digits. Subtracting its rate from all rates first
+        # avoids the cancellation.
         least = lax.cond(
             jnp.any(e > 1),
             lambda: jnp.argmax(slope, axis=-1, keepdims=True).astype(jnp.int32),
@@ -418,8 +445,8 @@ def _entmax_tangent(
         )
         index = lax.broadcasted_iota(jnp.int32, p.shape, p.ndim - 1)
         chosen = (index == least) & (e > 1)
-        own = jnp.where(chosen, rate, 0.0).sum(-1, keepdims=True)
-        rate = jnp.where(p > 0, rate - own, 0.0)
+        chosen_rate = jnp.where(chosen, rate, 0.0).sum(-1, keepdims=True)
+        rate = jnp.where(p > 0, rate - chosen_rate, 0.0)
     total = slope.sum(-1, keepdims=True)
     mean = (slope * rate).sum(-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
     return slope * (rate - mean)
@@ -441,7 +468,7 @@ def _weights_at_jvp(power, primals, tangents):
 
 @jax.custom_jvp
 def steep_weights_at(x: Array, w: Array, e: Array) -> Array:
-    """`(w^e + e x)^(1/e)`, the weights above a known smallest one; for `e > 1`."""
+    """`(w^e + e x)^(1/e)`, the weights for a known smallest weight `w`, for `e > 1`."""
     return steep_sums(x, w, e)[0]
 
 
@@ -469,14 +496,14 @@ def _support_power(p: Array, e: Array, power: Power) -> Array:
         return (p > 0).astype(p.dtype)
     if power is Power.SQUARE:
         return jnp.sqrt(jnp.where(p > 0, p, 1.0)) * jnp.where(p > 0, 1.0, 0.0)
-    # Beyond half the range the sums of products of two would overflow.
+    # The cap at the square root of the range keeps products of two slopes finite.
     cap = 0.5 * math.log(float(jnp.finfo(p.dtype).max))
     return jnp.where(p > 0, jnp.exp(jnp.minimum((1 - e) * _log(p), cap)), 0.0)
 
 
 @_support_power.defjvp
 def _support_power_jvp(power, primals, tangents):
-    # At a known alpha as well, whose value is no constant to a second derivative.
+    # The derivative in `e` counts at a fixed `Power` too: second derivatives use it.
     (p, e), (dp, de) = primals, tangents
     slope = _support_power(p, e, power)
     rate = (1 - e) * jnp.where(p > 0, dp, 0.0) / jnp.where(p > 0, p, 1.0)
@@ -489,9 +516,9 @@ def _log(p: Array) -> Array:
 
 
 def _alpha_rate(p: Array, slope: Array, e: Array) -> Array:
-    """The derivative of `p = exp_e(x)` in `e` at a fixed `x`, over `slope = p^(1 - e)`.
+    """The derivative of `p = exp_e(x)` in `e` at fixed `x`, divided by `p^(1 - e)`.
 
-    `(p^e (1 - y) - 1) / e^2` with `y = e log p`, by its series near zero.
+    It is `(p^e (1 - y) - 1) / e^2` with `y = e log p`, and its series for small `y`.
     """
     log_p = _log(p)
     y = e * log_p
@@ -503,9 +530,9 @@ def _alpha_rate(p: Array, slope: Array, e: Array) -> Array:
 
 
 def _remainder(y: Array, order: int) -> Array:
-    """`order! sum_k y^(k - order) / k!` from `k = order` on, for `|y| < 1`.
+    """`order! sum_{k >= order} y^(k - order) / k!` for `|y| < 1`, by Horner's rule.
 
-    What `exp(y)` has beyond its first terms, by Horner's rule.
+    The remainder of the series of `exp(y)` after `order` terms, over its first term.
     """
     series = jnp.zeros_like(y)
     terms = 11 if y.dtype == jnp.float32 else 19
@@ -516,6 +543,7 @@ def _remainder(y: Array, order: int) -> Array:
 
 @jax.custom_jvp
 def entmax_conjugate(z: Array, alpha: Array) -> Array:
+    """The convex conjugate `max_p (p . z - Omega_alpha(p))` of each row `(...,)`."""
     p = entmax_weights(z, alpha, None)
     top = jnp.max(z, axis=-1, initial=-jnp.inf)
     top = jnp.where(top == -jnp.inf, 0.0, top)
@@ -538,7 +566,7 @@ def _negative_entropy(p: Array, alpha: Array) -> Array:
     alpha = alpha.astype(p.dtype)
     e = alpha - 1
     log_p = _log(p)
-    # p (p^e - 1) / e = p log(p) (1 - exp(y)) / -y with y = e log p; smooth at e = 0.
+    # `p (p^e - 1) / e = p log(p) (exp(y) - 1) / y` with `y = e log p`: smooth at e = 0.
     return (p * log_p * _expm1_ratio(e * log_p) / alpha).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Files that users name: their paths, and everything that reading them can raise."""
+"""Files that users name: their paths, and every error that reading them can raise."""
 
 import contextlib
 import os
@@ -11,32 +11,33 @@ import numpy as np
 
 
 def user_path(path: str | Path) -> Path:
-    """The path, with the home directory in place of `~`, which no shell expands."""
+    """The path, its `~` replaced by the home directory, as a shell would do."""
     return Path(os.path.expanduser(path))
 
 
 def shown_name(path: Path) -> str:
-    r"""The name of a file as text: bytes that are no UTF-8 as `\x..`."""
+    r"""The name of a file as text; bytes that are not UTF-8 become `\x..`."""
     return os.fsencode(path.name).decode("utf-8", "backslashreplace")
 
 
 @contextlib.contextmanager
 def reading(file: object, expected: str) -> Iterator[None]:
-    """Turns whatever reading a file raises into one sentence that names the file.
+    """Turns any error of reading a file into one sentence that names the file.
 
-    A file that cannot be opened raises an `OSError` with a number. Damage has no type
-    of its own: NumPy lets `ValueError`, `EOFError`, `SyntaxError`, `TypeError`,
-    `OverflowError` and tokenize's `TokenError` through; zipfile `BadZipFile`,
-    `KeyError`, `NotImplementedError` (a compression that it does not know) and
-    `RuntimeError` (an encrypted file); zlib and lzma errors of their own; json
-    `RecursionError`; text `UnicodeDecodeError`; Pillow all of these.
+    A file that cannot be opened raises an `OSError` with a number. Damage has no
+    exception type of its own: NumPy raises `ValueError`, `EOFError`, `SyntaxError`,
+    `TypeError`, `OverflowError` and tokenize's `TokenError`; zipfile raises
+    `BadZipFile`, `KeyError`, `NotImplementedError` (an unknown compression) and
+    `RuntimeError` (an encrypted file); zlib and lzma raise their own errors; json
+    raises `RecursionError`; text raises `UnicodeDecodeError`; Pillow raises any of
+    these.
 
     Args:
-      file: its path, or words that hold it.
-      expected: what it should be, to go after "is no".
+      file: the path, or words with the path in them.
+      expected: the expected kind of file; the message says "is no {expected}".
 
     Raises:
-      ValueError: if anything was raised but an interrupt.
+      ValueError: for every exception but an interrupt.
     """
     try:
         yield
@@ -53,11 +54,11 @@ def reading(file: object, expected: str) -> Iterator[None]:
 
 
 def mapped_array(path: str | Path, argument: str = "") -> np.ndarray:
-    """The array of a `.npy` file, of which nothing but the header is read yet.
+    """The array of a `.npy` file, mapped into memory: only the header is read at once.
 
     Args:
-      path: the file.
-      argument: its name begins the messages.
+      path: path of the file.
+      argument: name of the argument that gave the path; it begins the messages.
 
     Raises:
       ValueError: if the file cannot be read, or is no `.npy` file without Python
@@ -66,9 +67,10 @@ def mapped_array(path: str | Path, argument: str = "") -> np.ndarray:
     path = user_path(path)
     named = f"{argument}: {path}" if argument else str(path)
     with reading(named, ".npy file of numbers"):
-        with path.open("rb") as file:  # data may hold what else makes an archive
-            begins = file.read(4) == b"PK\3\4"
-        if not (begins and zipfile.is_zipfile(path)):
+        # `is_zipfile` looks at the end of the file only, which may be any numbers.
+        with path.open("rb") as file:
+            zip_header = file.read(4) == b"PK\3\4"
+        if not (zip_header and zipfile.is_zipfile(path)):
             return np.lib.format.open_memmap(path, mode="r")
     raise ValueError(
         f"{named} is a .npz archive, expected a .npy file: save one array with "
@@ -79,11 +81,11 @@ def mapped_array(path: str | Path, argument: str = "") -> np.ndarray:
 def read_archive(
     path: str | Path, choose: Callable[[list[str]], Iterable[str]] = list
 ) -> dict[str, Any]:
-    """Arrays of a `.npz` archive; bytes for a member that is no `.npy` file.
+    """The arrays of a `.npz` archive by name; a member that is no `.npy` file is bytes.
 
     Args:
-      path: the file.
-      choose: given all names, those of the arrays to read.
+      path: path of the file.
+      choose: takes all names and returns the names of the arrays to read.
 
     Raises:
       ValueError: if the file cannot be read, is no archive, or holds more than fits
@@ -102,14 +104,14 @@ def read_archive(
 
 
 def check_fits(numbers: object, size: int) -> None:
-    """Refuses numbers of so many bytes if the machine does not have as much memory.
+    """Refuses data that are larger than the memory of the machine.
 
     Args:
-      numbers: words for them, such as the path of their file.
-      size: in bytes.
+      numbers: words for the data, such as the path of their file.
+      size: size of the data in bytes.
 
     Raises:
-      ValueError: if it has not.
+      ValueError: if the machine has less memory than `size`.
     """
     memory = machine_memory()
     if size > memory:
@@ -120,7 +122,7 @@ def check_fits(numbers: object, size: int) -> None:
 
 
 def machine_memory() -> float:
-    """Bytes of memory of the machine; infinite where the system does not say."""
+    """Memory of the machine in bytes; infinite where the system does not tell it."""
     if not hasattr(os, "sysconf"):  # Windows
         return float("inf")
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -7,25 +7,26 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike
 
-MAX_SOLVER_STEPS = 200  # for the tangent system
+MAX_SOLVER_STEPS = 200  # iterations for the linear system of the tangents
 
 
 def fixed_point(
     update: Callable[[Array], Array], start: Array, max_steps: int, tolerance: ArrayLike
 ) -> tuple[Array, Array, Array]:
-    """The state `(D,)` at which updates stand still, in memory of one state.
+    """A fixed point `(D,)` of `update`, by iteration from `start`.
 
-    Gradients are those of the implicit function theorem.
+    Gradients follow from the implicit function theorem, so that only one state is
+    stored.
 
     Args:
-      update: of a state.
-      start: state to begin with.
-      max_steps: cap on the updates.
-      tolerance: largest move of a component, relative to the largest component, of a
-        state that stands still.
+      update: maps a state to the next state.
+      start: first state `(D,)`.
+      max_steps: largest number of updates.
+      tolerance: the iteration has converged when no component moves by more than this,
+        relative to the largest component.
 
     Returns:
-      The state, how many updates it took, and whether it stands still.
+      The state, the number of updates (int32), and whether it converged.
     """
 
     def residual(y: Array) -> Array:
@@ -53,12 +54,12 @@ def _iterate(cap: int, tolerance: ArrayLike, residual, y: Array):
         move = residual(y)
         new = y + move
         scale = jnp.max(jnp.abs(new), initial=0.0)
-        small = jnp.max(jnp.abs(move), initial=0.0) <= tolerance * scale
-        return new, steps + 1, small
+        converged = jnp.max(jnp.abs(move), initial=0.0) <= tolerance * scale
+        return new, steps + 1, converged
 
     steps, converged = (jnp.full_like(y, 0, t, shape=()) for t in (jnp.int32, bool))
     y, steps, converged = lax.while_loop(unfinished, body, (y, steps, converged))
-    # custom_root differentiates what comes beside the root: only floats have tangents.
+    # `custom_root` differentiates the auxiliary outputs too: only floats have tangents.
     return y, (steps.astype(y.dtype), converged.astype(y.dtype))
 
 
@@ -70,9 +71,10 @@ def _solve_linear(linear, right: Array) -> Array:
 
 
 def _stabilised_gradients(matvec, right: Array) -> Array:
-    """Bi-conjugate gradients, stabilised (van der Vorst 1992), from zero.
+    """Stabilised bi-conjugate gradients (van der Vorst 1992), started at zero.
 
-    Those of `jax.scipy` begin their loop with constants, which `jax.shard_map` refuses.
+    `jax.scipy.sparse.linalg.bicgstab` starts its loop with constants, which
+    `jax.shard_map` refuses.
     """
     dot = functools.partial(jnp.vdot, precision=lax.Precision.HIGHEST)
     square = dot(right, right)

@@ -8,7 +8,7 @@ from uhop_jax._checks import working_dtype
 
 
 def contract(a: Float[Array, "*batch D"], b: Float[Array, "N D"]) -> Array:
-    """`a @ b.T`, summed in at least float32 and at full precision on every device."""
+    """`a @ b.T`, summed and returned in at least float32, at full precision."""
     a, b = _same_dtype(a, b)
     return jnp.einsum(
         "...d,nd->...n",
@@ -20,7 +20,7 @@ def contract(a: Float[Array, "*batch D"], b: Float[Array, "N D"]) -> Array:
 
 
 def weigh(weights: Float[Array, "*batch N"], b: Float[Array, "N D"]) -> Array:
-    """`weights @ b`, summed in at least float32 and at full precision."""
+    """`weights @ b`, summed and returned in at least float32, at full precision."""
     weights = weights.astype(b.dtype)
     return jnp.einsum(
         "...n,nd->...d",
@@ -32,7 +32,7 @@ def weigh(weights: Float[Array, "*batch N"], b: Float[Array, "N D"]) -> Array:
 
 
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:
-    """Both in the lower precision of the two, so that half-precision keys stay half."""
+    """Both arrays in the lower precision: half-precision keys stay half precision."""
     dtype = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
     return a.astype(dtype), b.astype(dtype)
 
@@ -43,7 +43,7 @@ def shifted(x: Array, center: Array) -> Array:
 
 
 def gram_matrix(features: Array) -> Array:
-    """`(..., M, M)` inner products of the rows, in at least float32."""
+    """Inner products `(..., M, M)` of rows `(..., M, D)`, in at least float32."""
     return jnp.einsum(
         "...md,...nd->...mn",
         features,

@@ -1,6 +1,6 @@
 """Frozen dataclasses as pytrees, and pytrees inside of `jax.shard_map`.
 
-Of a frozen dataclass behaviour is the type, and numbers are leaves.
+The type of a frozen dataclass is its behaviour; its numbers are leaves.
 """
 
 import dataclasses
@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def frozen_pytree(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose fields are leaves, but for those marked `static`.
+    """A frozen dataclass, registered as a pytree.
 
-    A static field is `dataclasses.field(metadata={"static": True})`.
+    Fields are leaves, except static fields, which are declared as
+    `dataclasses.field(metadata={"static": True})`.
 
-    The class is part of the static data. `jax.tree_util.register_dataclass` leaves it
-    out of the comparison of structures (jaxlib 0.10), so that a cache of compiled
-    programs now and then takes one class for another with as many leaves.
+    The class is part of the static data. `jax.tree_util.register_dataclass` does not
+    compare the classes of two structures (jaxlib 0.10), so that the cache of compiled
+    programs sometimes confuses two classes with the same number of leaves.
     """
     frozen: Any = dataclasses.dataclass(frozen=True)(cls)
     leaves: list[str] = []
@@ -54,10 +55,11 @@ def frozen_pytree(cls: type[T]) -> type[T]:
 
 
 def varying_alike(tree: T) -> T:
-    """The tree, whose leaves inside of `jax.shard_map` vary over the same mesh axes.
+    """The tree, its leaves made to vary over the same mesh axes in `jax.shard_map`.
 
-    There the carry of a loop has to vary from the start over whatever the loop adds to
-    it. Begin a carry with `jnp.full_like` of a leaf, not with a constant.
+    The carry of a loop in `jax.shard_map` must vary from the start over every mesh axis
+    over which any later carry varies. Begin a carry with `jnp.full_like` of a leaf, not
+    with a constant.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return tree

@@ -1,8 +1,8 @@
 """A retrieval as arrays: arguments checked once, then mapped over sets and queries.
 
-`Model` holds all arguments of a retrieval (shapes as in `uhop_jax.retrieval`), `Row`
-one query and its memory set. `over_rows` maps a function of a row over the leading axes
-and shares what rows share: nothing is tiled.
+`Model` has all arguments of a retrieval (shapes as in `uhop_jax.retrieval`). `Row` has
+one query and its memory set. `over_rows` maps a function of a row over the leading
+axes. Arrays that several rows share are passed on as they are, never tiled.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from uhop_jax.similarity import Similarity, check_observed, check_patterns
 
 
 class Model(NamedTuple):
-    """All arguments, checked and converted; see the module docstring for shapes."""
+    """All arguments of a retrieval, checked and converted to arrays of one dtype."""
 
     memories: Array
     query: Array
@@ -49,6 +49,11 @@ _ROW_AXES = {"query": 1, "mask": 1, "observed": 1, "beta": 0, "separation": 0}
 def model_of(
     memories, query, beta, separation, similarity, values, mask, observed
 ) -> Model:
+    """Checks the arguments of `uhop_jax.retrieve` and converts them.
+
+    Raises:
+      ValueError: as `uhop_jax.retrieve` does for these arguments.
+    """
     check_separation(separation)
     memories = as_floating(memories, "memories")
     query = as_floating(query, "query")
@@ -105,7 +110,7 @@ def model_of(
 
 
 def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
-    """Refuses a kernel that is neither shared nor one for each memory set."""
+    """Refuses a batch of kernels that does not match the memory sets."""
     if kernel is None or not kernel.set_axes:
         return
     if kernel.set_axes != len(sets):
@@ -122,22 +127,22 @@ def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
 
 
 def _only_set(axes: int, memories: Array, values: Any, similarity: Similarity) -> Any:
-    """Takes the axes of memory sets, all of length one, off what has them."""
+    """Drops the axes of memory sets, all of length one, from the arguments."""
 
-    def taken(x: Array) -> Array:
+    def drop(x: Array) -> Array:
         return x.reshape(x.shape[axes:])
 
     kernel = similarity.kernel
     if kernel is not None and kernel.set_axes:
-        similarity = jax.tree.map(taken, similarity)
-    return taken(memories), None if values is None else taken(values), similarity
+        similarity = jax.tree.map(drop, similarity)
+    return drop(memories), None if values is None else drop(values), similarity
 
 
 def _used(mask: Array | None, rows: int, sets: int) -> Array | None:
-    """Which entries of the memories some query may use `(sets, M, 1)`, or `(1, ...)`.
+    """Memories that at least one query may use, boolean `(*sets, M, 1)`.
 
-    Of a mask that broadcasts against `rows` axes of queries, the first `sets` of them
-    those of the memory sets.
+    The mask broadcasts against `rows` axes of queries, of which the first `sets` are
+    the axes of the memory sets. Axes that the mask lacks have length one.
     """
     if mask is None:
         return None
@@ -146,7 +151,14 @@ def _used(mask: Array | None, rows: int, sets: int) -> Array | None:
 
 
 class Row(NamedTuple):
-    """One query and its memory set, with the updates that act on the state `y`."""
+    """One query and its memory set, with the updates that act on the state `y`.
+
+    Attributes:
+      keys: features of the memories `(M, D)`.
+      values: what the weights average `(M, v)`.
+      broken: memories or values that are not finite `(M,)`; None without a mask.
+      model: the arguments of this row.
+    """
 
     keys: Array
     values: Array
@@ -154,6 +166,7 @@ class Row(NamedTuple):
     model: Model
 
     def weights(self, y: Array) -> Array:
+        """Weights over the memories `(M,)`."""
         model = self.model
         weights = model.separation.tempered(
             self._overlaps(y), model.beta, where=model.mask
@@ -161,24 +174,27 @@ class Row(NamedTuple):
         return self._unless_broken(weights)
 
     def update(self, y: Array) -> Array:
+        """The state after one update."""
         similarity, observed = self.model.similarity, self.model.observed
         new = similarity.combine(self.keys, self.weights(y), observed)
         return new.astype(y.dtype)
 
     def energy(self, y: Array) -> Array:
+        """Energy of the state, a scalar."""
         model = self.model
         value = model.separation.tempered_conjugate(
             self._overlaps(y), model.beta, where=model.mask
         )
-        own = model.similarity.self_energy(y).astype(value.dtype)
-        return own - self._unless_broken(value)
+        self_energy = model.similarity.self_energy(y).astype(value.dtype)
+        return self_energy - self._unless_broken(value)
 
     def start(self) -> Array:
+        """The first state `(D,)`, in at least float32."""
         y = self.model.similarity.state(self.model.query, self.model.observed)
         return y.astype(working_dtype(y))
 
     def read_out(self, y: Array) -> tuple[Array, Array]:
-        """The pattern retrieved and the weights over the memories."""
+        """The retrieved pattern `(v,)` and the weights over the memories `(M,)`."""
         weights = self.weights(y)
         dtype = self.values.dtype
         return weigh(weights, self.values).astype(dtype), weights.astype(dtype)
@@ -187,14 +203,14 @@ class Row(NamedTuple):
         return self.model.similarity.compare(self.keys, y, self.model.observed)
 
     def _unless_broken(self, result: Array) -> Array:
-        """NaN, should a memory that is not finite be valid."""
+        """The result, or NaN if the mask allows a memory that is not finite."""
         if self.broken is None or self.model.mask is None:
             return result
         return jnp.where(jnp.any(self.broken & self.model.mask), jnp.nan, result)  # type: ignore[operator]
 
 
 def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:
-    """Maps `function` over memory sets, then over queries; shared parts stay so."""
+    """Maps `function` over memory sets, then over queries; no array is tiled."""
     if model.memories.ndim > 2:
         stacked = (
             model.similarity.kernel is not None and model.similarity.kernel.set_axes
@@ -206,10 +222,10 @@ def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:
     values = memories if model.values is None else model.values
     broken = None
     if model.mask is not None:
-        fine = jnp.isfinite(memories).all(-1) & jnp.isfinite(values).all(-1)
-        memories = jnp.where(fine[:, None], memories, 0.0)
-        values = jnp.where(fine[:, None], values, 0.0)
-        broken = ~fine
+        finite = jnp.isfinite(memories).all(-1) & jnp.isfinite(values).all(-1)
+        memories = jnp.where(finite[:, None], memories, 0.0)
+        values = jnp.where(finite[:, None], values, 0.0)
+        broken = ~finite
     similarity = model.similarity
     local = (
         model.observed is not None
@@ -221,8 +237,8 @@ def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:
     def rows(model: Model) -> Any:
         if model.query.ndim > 1:
             return _over_axis(model, {}, rows, sequential=local)
-        own = similarity.keys(memories, model.observed) if local else keys
-        return function(Row(own, values, broken, model))
+        row_keys = similarity.keys(memories, model.observed) if local else keys
+        return function(Row(row_keys, values, broken, model))
 
     return rows(model)
 
@@ -233,7 +249,15 @@ def _over_axis(
     function: Callable[[Model], Any],
     sequential: bool,
 ) -> Any:
-    """Maps over the first axis of the query, and over that axis of all that has it."""
+    """Maps `function` over the first axis of the query.
+
+    Args:
+      model: arguments whose query has at least two axes.
+      axes: by field, the mapped axis of a field that has no rows; None or missing if
+        all rows share the field.
+      function: of the model without that axis.
+      sequential: maps in small batches, in less memory than `jax.vmap`.
+    """
     depth, size = model.query.ndim - 1, model.query.shape[0]
 
     def split(leaf: Array, trailing: int) -> tuple[Array, int | None]:
@@ -252,7 +276,7 @@ def _over_axis(
         )
         in_axes[name] = tuple(axis for _, axis in pairs)
 
-    # `vmap` wants a tree of axes, `lax.map` only what is mapped: flatten for both.
+    # `vmap` takes a tree of axes, `lax.map` takes mapped leaves only: flatten for both.
     flat_axes = []
     for name in Model._fields:
         count = len(jax.tree.leaves(getattr(model, name)))
@@ -262,13 +286,13 @@ def _over_axis(
     mapped = [leaf for leaf, axis in zip(leaves, flat_axes, strict=True) if axis == 0]
 
     def call(parts: list[Array]) -> Any:
-        rest = iter(parts)
-        whole = [
-            next(rest) if axis == 0 else leaf
+        slices = iter(parts)
+        row_leaves = [
+            next(slices) if axis == 0 else leaf
             for leaf, axis in zip(leaves, flat_axes, strict=True)
         ]
-        return function(jax.tree.unflatten(structure, whole))
+        return function(jax.tree.unflatten(structure, row_leaves))
 
-    if sequential:  # a key matrix for each row: bounded memory
+    if sequential:  # each row has keys of its own: a batch bounds their memory
         return lax.map(call, mapped, batch_size=8 if depth == 1 else None)
     return jax.vmap(call)(mapped)

@@ -1,9 +1,9 @@
-"""Which kernel, which similarity, which beta: chosen by self-made corruption.
+"""Calibration: the choice of kernel, similarity, separation and beta by their errors.
 
-The memories are known, so copies of them can be corrupted the way queries will be.
-Every candidate model retrieves the copies, in one compiled sweep, and the one with the
-least error is what a user without opinions gets, together with the error to expect.
-Candidates of equal errors, as where none fails, are compared on more copies.
+The memories are known, so copies of them can be corrupted as queries will be. Every
+candidate model retrieves the copies, in one compiled sweep. The model with the least
+error is chosen, and its expected error is estimated. Candidates with equal errors, such
+as zero, are compared on more copies.
 """
 
 import dataclasses
@@ -47,35 +47,38 @@ SEPARATION_CHOICES: tuple[Separation, ...] = (Softmax(), Entmax(1.5), Sparsemax(
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 RANKS = (2, 8, None)
 SHARPNESS = (0.1, 1000.0, 17)  # first, last and number of beta * spread on a log grid
-SCREENING = 256  # copies on which all candidates are tried
-CENTERED = 2000  # copies, at least, that give the mean of queries
-FINALISTS = 5  # candidates that are tried on all copies, with all separations
-MIN_BATCHES, MAX_BATCHES = 2, 64  # of copies for the expected error
-MULTIPLICATIONS = 2e11  # that the expected error may cost
-TIE_BATCHES = 4  # of copies on which candidates of equal errors are compared
-NEGLIGIBLE = 1e-6  # errors this small beside the spread of the memories are equal
+SCREENING = 256  # about how many copies all candidates retrieve
+CENTERED = 2000  # least number of copies from which the mean of queries is estimated
+FINALISTS = 5  # candidates that retrieve all copies, with all separations
+MIN_BATCHES, MAX_BATCHES = 2, 64  # batches of copies for the expected error
+MULTIPLICATIONS = 2e11  # most multiplications that the expected error may cost
+TIE_BATCHES = 4  # batches of copies on which candidates of equal errors are compared
+NEGLIGIBLE = 1e-6  # difference of errors, over the variance of the memories, to ignore
 
 
 @frozen_pytree
 class Calibration:
-    """A calibrated memory model, and what to expect of it.
+    """A calibrated memory model and its expected error.
 
     Attributes:
       similarity: the chosen similarity, its kernel fitted.
       separation: the chosen separation.
       beta: the chosen inverse temperature.
-      expected_error: mean sum of squared component differences between a pattern and
-        what its corrupted copy retrieves, on copies that took no part in the choice.
-      standard_error: of that mean.
-      expected_top1: share of those copies whose largest weight is at the right memory.
+      expected_error: sum of squared component differences between a pattern and the
+        retrieval from its corrupted copy, averaged over copies that took no part in the
+        choice.
+      standard_error: standard error of `expected_error`.
+      expected_top1: share of the same copies whose largest weight is at the right
+        memory.
       screening: `(candidates, betas)`, the error of every candidate with the first
-        separation on a few copies, from which the finalists were taken.
+        separation on a few copies, by which the finalists were chosen.
       trials: `(candidates, separations, betas)`, the error of every finalist on all
-        copies, NaN for the other candidates.
-      betas: `(candidates, betas)`, the inverse temperatures of both.
-      name: the chosen candidate.
-      names: all candidates, in the order of `trials`.
-      separations: all separations, likewise.
+        copies; NaN for candidates that are no finalists.
+      betas: `(candidates, betas)`, the inverse temperatures of `screening` and
+        `trials`.
+      name: name of the chosen candidate.
+      names: names of all candidates, in the order of `trials`.
+      separations: names of all separations, in the order of `trials`.
     """
 
     similarity: Similarity
@@ -97,7 +100,16 @@ class Calibration:
         query: Float[Array, "*batch d"],
         **options: Any,
     ) -> Retrieval:
-        """`uhop_jax.retrieve` with the chosen model; `options` as there."""
+        """`uhop_jax.retrieve` with the chosen model.
+
+        Args:
+          memories: stored patterns, one per row.
+          query: initial states.
+          **options: further arguments of `uhop_jax.retrieve`.
+
+        Raises:
+          ValueError: as `uhop_jax.retrieve` does.
+        """
         return retrieve(
             memories,
             query,
@@ -108,7 +120,7 @@ class Calibration:
         )
 
     def summary(self) -> str:
-        """One sentence: what was chosen and what it should do."""
+        """One line: the chosen model and its expected error."""
         return (
             f"{self.name} with {type(self.separation).__name__.lower()} at beta "
             f"{float(self.beta):.3g}: expected error {float(self.expected_error):.3g} "
@@ -128,21 +140,22 @@ def calibrate(
 ) -> Calibration:
     """Chooses similarity, kernel, separation and beta by the error on corrupted copies.
 
-    It runs on the host, and cannot be traced; `corrupt` is.
+    `calibrate` runs on the host and cannot be traced; `corrupt` is traced.
 
     Args:
       key: random key.
       memories: stored patterns, one per row.
-      corrupt: `corrupt(key, patterns)` corrupts any number of patterns as queries will
-        be, such as `Mask(0.5)`, `Noise(0.3)` or your own function of JAX arrays; it
-        returns patterns of the same shape, or `(patterns, observed)`.
-      queries: about how many corrupted copies the finalists retrieve; each memory has
-        as many, or, if there are more memories than this, that many have one.
-      accuracy: relative standard error at which the expected error is known well
-        enough; new copies are made until then, or until they cost too much. None makes
-        none: what to expect is then NaN, and the choice is the same.
-      separations: separations to try: the first on every candidate, all of them on the
-        few that are best with it.
+      corrupt: `corrupt(key, patterns)` corrupts any number of patterns in the way in
+        which queries will be corrupted, such as `Mask(0.5)`, `Noise(0.3)` or a function
+        of JAX arrays; it returns patterns of the same shape, or `(patterns, observed)`.
+      queries: about how many corrupted copies the finalists retrieve. All memories have
+        equally many copies; if there are more memories than `queries`, `queries`
+        memories chosen at random have one copy each.
+      accuracy: relative standard error of the expected error. New copies are drawn
+        until it is reached, or until they cost too much. None draws no new copies: the
+        expected error is then NaN, and the choice is the same.
+      separations: separations to try. All candidates are tried with the first; the
+        finalists, which are best with the first, are tried with all.
       candidates: similarities to try by name, their kernels fitted; None is
         `default_candidates`.
 
@@ -151,8 +164,8 @@ def calibrate(
 
     Raises:
       ValueError: if an argument is out of range, all memories are equal, `corrupt`
-        changes the shape, is no function of JAX arrays or draws without its key, or
-        `calibrate` is traced.
+        changes the shape, is no function of JAX arrays or draws without its key, every
+        candidate gives NaN, or `calibrate` is traced.
     """
     check_on_host("calibrate", key, memories, corrupt, separations, candidates)
     check_key(key)
@@ -201,42 +214,46 @@ def calibrate(
     models = tuple(candidates.values())
     spread = float(memories.var(0).sum())
     negligible = NEGLIGIBLE * spread
-    screening, finalists, found, betas = _sweep(
+    screening, finalists, finalist_errors, betas = _sweep(
         memories, copies, models, tuple(separations), negligible
     )
-    # On the host, where NaN in a table is no error, whatever JAX is told to check.
-    errors = np.full((len(models), *found.shape[1:]), np.nan, found.dtype)
-    errors[np.asarray(finalists)] = found
+    # The table is built on the host, where `jax_debug_nans` does not object to NaN.
+    shape = (len(models), *finalist_errors.shape[1:])
+    errors = np.full(shape, np.nan, finalist_errors.dtype)
+    errors[np.asarray(finalists)] = finalist_errors
     if not np.isfinite(errors).any():
         raise ValueError("every candidate gave NaN on the corrupted copies")
-    equals = _equals(errors, np.asarray(betas), negligible)
-    playing = [
+    tied = _tied_indices(errors, np.asarray(betas), negligible)
+    tied_models = [
         (models[i], jax.tree.map(jnp.asarray, separations[sep]), betas[i, b])
-        for i, sep, b in equals
+        for i, sep, b in tied
     ]
-    winner = _first_of_least(tie_key, memories, corruption, number, playing, negligible)
-    best, sep, b = equals[winner]
+    winner = _first_of_least(
+        tie_key, memories, corruption, number, tied_models, negligible
+    )
+    best, sep, b = tied[winner]
     chosen, separation, beta = models[best], separations[sep], betas[best, b]
-    # The least of many noisy errors is too good; fresh copies tell what to expect.
-    model = playing[winner]
-    squared = right = np.full(1, np.nan)
+    # The least of many noisy errors is biased downwards; fresh copies are not.
+    model = tied_models[winner]
+    squared = hits = np.full(1, np.nan)
     if accuracy is not None:
-        squared, right = _fresh_errors(
+        squared, hits = _fresh_errors(
             fresh_key, memories, corruption, number, model, accuracy, 1e-4 * spread
         )
 
-    def placed(x: Any) -> Array:  # without a program, which would look for NaN
+    # No program is compiled here: with `jax_debug_nans` it would raise for NaN.
+    def on_device(x: Any) -> Array:
         return jax.device_put(np.asarray(x, memories.dtype))
 
     return Calibration(
         chosen,
         separation,
         beta,
-        expected_error=placed(squared.mean()),
-        standard_error=placed(_standard_error(squared)),
-        expected_top1=placed(right.mean()),
+        expected_error=on_device(squared.mean()),
+        standard_error=on_device(_standard_error(squared)),
+        expected_top1=on_device(hits.mean()),
         screening=screening,
-        trials=placed(errors),
+        trials=on_device(errors),
         betas=betas,
         name=tuple(candidates)[best],
         names=tuple(candidates),
@@ -252,21 +269,22 @@ def default_candidates(
     ridges: Sequence[float] = RIDGES,
     ranks: Sequence[int | None] = RANKS,
 ) -> dict[str, Similarity]:
-    """The similarities that `calibrate` tries; of equal ones it takes the first.
+    """The similarities that `calibrate` tries; of equal errors it takes the first.
 
-    The likelihood kernel at low ranks, which was learned for this very corruption; the
-    similarities without a kernel; the cosine of centred patterns, queries about the
-    mean of the memories or about their own; the closed-form kernel at each ridge, plain
-    and angular; and the likelihood kernel at full rank, which costs most.
+    In order: the likelihood kernel at low ranks, learned for this corruption; the
+    similarities without a kernel; the cosine of centred patterns, with queries centred
+    about the mean of the memories or about the mean of queries; the closed-form kernel
+    at each ridge, plain and angular; the likelihood kernel at full rank, which costs
+    most.
 
     Args:
-      key: random key, for the copies from which the likelihood kernel learns, and whose
-        mean is that of queries.
+      key: random key, for the copies from which the likelihood kernel and the mean of
+        queries are learned.
       memories: stored patterns, one per row.
-      corrupt: as in `calibrate`.
-      ridges: ridges of `fit_closed_form`, positive; unused, as are centred patterns,
-        where queries come with `observed`, where each would need a kernel of its own.
-      ranks: ranks of `fit_likelihood`.
+      corrupt: as in `calibrate`. If it returns `observed`, the closed-form kernels and
+        centred patterns are left out: each query would need a kernel of its own.
+      ridges: ridges of `fit_closed_form`, positive.
+      ranks: ranks of `fit_likelihood`; None is the full rank.
 
     Returns:
       Similarities by name.
@@ -278,9 +296,9 @@ def default_candidates(
         {
             f"likelihood, rank {rank or 'full'}": Dot(likelihood.cut(rank))
             for rank in ranks
-            if (rank is None) == last
+            if (rank is None) == is_full
         }
-        for last in (False, True)
+        for is_full in (False, True)
     )
     models: dict[str, Similarity] = {
         **low,
@@ -306,14 +324,15 @@ def two_sided_centering(
     memories: Float[Array, "M d"],
     corrupt: Callable[[PRNGKeyArray, Array], Any],
 ) -> Centering:
-    """Centring of memories about their mean, and of queries about that of queries.
+    """Centring of memories about their mean, and of queries about the mean of queries.
 
-    The mean of the queries is that of corrupted copies of the memories.
+    The mean of queries is estimated from corrupted copies of the memories.
 
     Args:
       key: random key, for the copies.
       memories: stored patterns, one per row.
-      corrupt: as in `calibrate`; of what it says is observed, that alone counts.
+      corrupt: as in `calibrate`; if it returns `observed`, the mean is over observed
+        components.
     """
     M = memories.shape[0]
     number = M * -(-CENTERED // M)
@@ -321,8 +340,8 @@ def two_sided_centering(
     if observed is None:
         return Centering(memories.mean(0), query.mean(0))
     total = jnp.where(observed, query, jnp.zeros((), query.dtype)).sum(0)
-    seen = jnp.maximum(observed.sum(0), 1).astype(query.dtype)
-    return Centering(memories.mean(0), total / seen)
+    count = jnp.maximum(observed.sum(0), 1).astype(query.dtype)
+    return Centering(memories.mean(0), total / count)
 
 
 def corrupted_copies(
@@ -331,20 +350,21 @@ def corrupted_copies(
     corrupt: Callable[[PRNGKeyArray, Array], Any],
     number: int,
 ) -> tuple[Float[Array, "Q d"], Bool[Array, "Q d"] | None, Int[Array, " Q"]]:
-    """Corrupted copies of the memories, and which memory each is of.
+    """Corrupted copies of the memories, and the memory of each copy.
 
     Args:
       key: random key.
       memories: stored patterns, one per row.
       corrupt: as in `calibrate`.
-      number: `Q`, how many copies; each memory has as many as any other, to within one.
+      number: `Q`, how many copies; the numbers of copies of two memories differ by at
+        most one.
 
     Returns:
-      Queries, where they are intact (None if the corruption does not say), and the
-      index of the memory of each.
+      The queries, `observed` (None if the corruption does not return it), and the index
+      of the memory of each query.
 
     Raises:
-      ValueError: if the corruption changes the shape of what it corrupts.
+      ValueError: if the corruption changes the shape of patterns.
     """
     draw_key, corrupt_key = jax.random.split(key)
     M = memories.shape[0]
@@ -367,7 +387,7 @@ def sweep_errors(
 
     Args:
       memories: stored patterns, one per row.
-      overlaps: of each query with each memory.
+      overlaps: overlap of each query with each memory.
       target: index of the memory that each query should retrieve.
       separation: maps scaled overlaps to weights.
       betas: inverse temperatures.
@@ -380,14 +400,14 @@ def sweep_errors(
 
         def squared(weights: Array) -> Array:
             return ((weigh(weights, memories) - memories[target]) ** 2).sum(-1)
-    else:  # in the span of the memories, about their mean so that nothing cancels
+    else:  # in the span of the memories; the origin is their mean: nothing cancels
         mean = memories.mean(0)
         gram = gram_matrix(shifted(memories, mean))
         along = contract(mean, shifted(memories, mean))
-        one = jax.nn.one_hot(target, M, dtype=memories.dtype)
+        target_weights = jax.nn.one_hot(target, M, dtype=memories.dtype)
 
         def squared(weights: Array) -> Array:
-            q = weights - one
+            q = weights - target_weights
             total = q.sum(-1)  # zero if the weights sum to one
             q_gram = contract(q, gram)
             inside = (q_gram * q).sum(-1) + 2 * total * contract(q, along[None])[..., 0]
@@ -399,13 +419,21 @@ def sweep_errors(
 def beta_grid(
     overlaps: Float[Array, "Q M"], sharpness: tuple[float, float, int] = SHARPNESS
 ) -> Float[Array, " B"]:
-    """Inverse temperatures from nearly uniform to nearly hard, and one itself.
+    """Inverse temperatures of a sweep, from nearly uniform to nearly one-hot weights.
 
-    A log grid in units of the spread of the overlaps, so that it suits every similarity
-    at any scale; 1, the natural temperature of a log-likelihood, comes first.
+    The first is 1, the natural inverse temperature of a log-likelihood. The others are
+    a log grid in units of the inverse spread of the overlaps, so that the grid suits
+    every similarity at any scale.
+
+    Args:
+      overlaps: overlap of each query with each memory.
+      sharpness: first and last value of `beta * spread`, and their number.
+
+    Returns:
+      The inverse temperatures, one more than the number in `sharpness`.
     """
     spread = jnp.std(overlaps, axis=-1).mean()
-    # Equal overlaps have no spread, and still betas that are finite.
+    # Equal overlaps have no spread: the bound keeps their betas finite.
     spread = jnp.maximum(spread, sharpness[1] * float(jnp.finfo(overlaps.dtype).tiny))
     grid = jnp.geomspace(*sharpness, dtype=overlaps.dtype) / spread
     return jnp.concatenate([jnp.ones(1, overlaps.dtype), grid])
@@ -422,16 +450,19 @@ def _sweep(
     separations: tuple[Separation, ...],
     negligible: ArrayLike,
 ) -> tuple[Array, Array, Array, Array]:
-    """Errors `(candidates, betas)` on few copies; the best, their errors on all; betas.
+    """The screening of all candidates and the trials of the finalists.
 
-    Of all candidates `(candidates, betas)`.
+    Returns:
+      Errors on few copies `(candidates, betas)`; indices of the finalists; errors of
+      the finalists on all copies `(finalists, separations, betas)`; and the inverse
+      temperatures `(candidates, betas)`.
     """
     few = jax.tree.map(lambda x: x[:: -(-x.shape[0] // SCREENING)], copies)
 
     def errors(chosen: Array, copies: tuple, separations: tuple) -> tuple[Array, Array]:
         query, observed, target = copies
 
-        def one(index: Array) -> tuple[Array, Array]:
+        def candidate_errors(index: Array) -> tuple[Array, Array]:
             overlaps = overlaps_of(models, index, memories, query, observed)
             betas = beta_grid(overlaps)
 
@@ -443,15 +474,15 @@ def _sweep(
 
             return lax.map(sweep, jnp.arange(len(separations))), betas
 
-        return lax.map(one, chosen)
+        return lax.map(candidate_errors, chosen)
 
     screening, betas = errors(jnp.arange(len(models)), few, separations[:1])
     screening = screening[:, 0]
-    # Errors too small to matter are equal, and candidates keep their order.
+    # Negligible errors are equal, so that their candidates keep their order.
     rank = jnp.where(jnp.isnan(screening), jnp.inf, screening).min(-1)
     _, best = lax.top_k(-jnp.maximum(rank, negligible), min(FINALISTS, len(models)))
-    found, finest = errors(best, copies, separations)
-    return screening, best, found, betas.at[best].set(finest)
+    finalist_errors, finalist_betas = errors(best, copies, separations)
+    return screening, best, finalist_errors, betas.at[best].set(finalist_betas)
 
 
 @jax.jit
@@ -462,7 +493,7 @@ def _copy_errors(
     target: Array,
     model: tuple[Similarity, Separation, Array],
 ) -> tuple[Array, Array]:
-    """Error of each copy, and whether its largest weight is at the right memory."""
+    """Squared error of each copy, and whether its largest weight is at its memory."""
     similarity, separation, beta = model
     weights = separation(beta * similarity(memories, query, observed=observed))
     squared = ((weigh(weights, memories) - memories[target]) ** 2).sum(-1)
@@ -478,42 +509,44 @@ def _fresh_errors(
     accuracy: float,
     negligible: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors on new copies, in batches until their mean is known well enough."""
+    """Errors and hits of new copies, in batches until the mean error is accurate."""
     features = jax.eval_shape(model[0].keys, memories).shape[-1]
     affordable = int(MULTIPLICATIONS / (number * memories.shape[0] * features))
     last = min(max(affordable, MIN_BATCHES), MAX_BATCHES)
-    squared, right = np.zeros(0), np.zeros(0)
+    squared, hits = np.zeros(0), np.zeros(0)
     for batch in range(last):
         copies = _copies(jax.random.fold_in(key, batch), memories, corruption, number)
-        more = _copy_errors(memories, *copies, model)
-        squared = np.append(squared, np.asarray(more[0], np.float64))
-        right = np.append(right, np.asarray(more[1]))
+        batch_squared, batch_hits = _copy_errors(memories, *copies, model)
+        squared = np.append(squared, np.asarray(batch_squared, np.float64))
+        hits = np.append(hits, np.asarray(batch_hits))
         enough = max(accuracy * squared.mean(), negligible)
         if batch + 1 >= MIN_BATCHES and _standard_error(squared) <= enough:
             break
-    return squared, right
+    return squared, hits
 
 
 def _standard_error(sample: np.ndarray) -> float:
+    """Standard error of the mean of a sample."""
     return float(sample.std() / sample.size**0.5)
 
 
-def _equals(
+def _tied_indices(
     errors: np.ndarray, betas: np.ndarray, negligible: float
 ) -> list[tuple[int, int, int]]:
-    """Indices of the candidates with the least error, and where each has it.
+    """Indices `(candidate, separation, beta)` of the candidates with the least error.
 
-    Errors that differ by a negligible amount count as equal. Each candidate takes the
-    first separation that has it, at the middle of the betas, with room on both sides.
+    Errors that differ by a negligible amount count as equal. The separation is the
+    first with the least error. The beta is the middle of the betas with the least
+    error, so that a small change of beta matters little.
     """
     equal = errors <= np.nanmin(errors) + negligible
-    found = []
+    indices = []
     for best in np.flatnonzero(equal.any((1, 2))):
         sep = int(np.argmax(equal[best].any(-1)))
         order = np.argsort(betas[best])
-        tied = [int(i) for i in order if equal[best, sep, i]]
-        found.append((int(best), sep, tied[len(tied) // 2]))
-    return found
+        tied_betas = [int(i) for i in order if equal[best, sep, i]]
+        indices.append((int(best), sep, tied_betas[len(tied_betas) // 2]))
+    return indices
 
 
 def _first_of_least(
@@ -524,7 +557,7 @@ def _first_of_least(
     models: list[tuple[Similarity, Separation, Array]],
     negligible: float,
 ) -> int:
-    """Which model has the least error on new copies; of equal ones the first."""
+    """Index of the first model whose error on new copies is the least."""
     if len(models) == 1:
         return 0
     batches = [
@@ -535,7 +568,7 @@ def _first_of_least(
     for model in models:
         errors = [_copy_errors(memories, *copies, model)[0] for copies in batches]
         means.append(float(jnp.stack(errors).mean()))
-        if means[-1] <= negligible:  # no other has less
+        if means[-1] <= negligible:  # no later model can have a smaller error
             break
     ranked = np.where(np.isnan(means), np.inf, means)
     return int(np.argmax(ranked <= ranked.min() + negligible))
@@ -548,14 +581,17 @@ def overlaps_of(
     query: Array,
     observed: Array | None,
 ) -> Array:
-    """Overlaps `(Q, M)` of the model at `index`; models alike share their code."""
+    """Overlaps `(Q, M)` of the model at the traced `index`, as `with_one_of`."""
     return with_one_of(
         models, index, lambda model: model(memories, query, observed=observed)
     )
 
 
 def with_one_of(items: Sequence[Any], index: Array, call: Callable[[Any], Any]) -> Any:
-    """`call(items[index])` of an index that is traced; items alike share their code."""
+    """`call(items[index])` for a traced index.
+
+    Items with the same pytree structure and the same shapes share one compiled branch.
+    """
     groups: dict[Any, list[int]] = {}
     for number, item in enumerate(items):
         leaves, structure = jax.tree.flatten(item)

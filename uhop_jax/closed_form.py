@@ -26,11 +26,12 @@ def fit_closed_form(
 ) -> LinearKernel | LowRankKernel:
     r"""Whitening with a ridge: a separating kernel without iterations.
 
-    :math:`A = W^T W = (\Xi^T \Xi / M + \lambda \bar s I)^{-1}`, with `s` the mean
-    eigenvalue of :math:`\Xi^T \Xi / M`. The ridge trades separation for robustness to
-    noise. At zero, for `M <= d` independent memories, :math:`W = G^{-1} \Xi`, under
-    which :math:`K(\xi_\mu, \xi_\nu)` is the identity: the minimiser of the
-    deep-learning loss and the hypothesis of [thm:perfect_kernel].
+    :math:`A = W^T W = (\Xi^T \Xi / M + \lambda \bar s I)^{-1}`, with :math:`\bar s` the
+    mean eigenvalue of :math:`\Xi^T \Xi / M`. The ridge trades separation for robustness
+    to noise. At ridge zero, for `M <= d` independent memories, :math:`W = G^{-1} \Xi`
+    with the Gram matrix :math:`G = \Xi \Xi^T`. Under this `W` the matrix of
+    :math:`K(\xi_\mu, \xi_\nu)` is the identity: the minimiser of the deep-learning loss
+    and the hypothesis of [thm:perfect_kernel].
 
     Args:
       memories: stored patterns, one per row.
@@ -38,7 +39,8 @@ def fit_closed_form(
 
     Returns:
       A symmetric `W (d, d)`, as a `LowRankKernel` of rank `M` if `M < d`; or a
-      `LinearKernel` with `W (M, d)` if the ridge is the number 0.
+      `LinearKernel` with `W (M, d)` if the ridge is the number 0. Kernels have at
+      least float32.
 
     Raises:
       ValueError: if the ridge is negative, or is zero and the memories are dependent.
@@ -64,6 +66,13 @@ def whitenings(
 ) -> dict[float, LinearKernel | LowRankKernel]:
     """`fit_closed_form` at several positive ridges, from one decomposition.
 
+    Args:
+      memories: stored patterns, one per row, in float32 or float64.
+      ridges: the ridges, all positive.
+
+    Returns:
+      The kernels by ridge.
+
     Raises:
       ValueError: as in `fit_closed_form`.
     """
@@ -71,24 +80,26 @@ def whitenings(
         check_positive("ridges", ridge)
     check_memory_set(memories)
     stacked = _whitenings(memories, jnp.asarray(ridges, memories.dtype))
-    each = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(ridges))]
-    return dict(zip(ridges, each, strict=True))
+    kernels = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(ridges))]
+    return dict(zip(ridges, kernels, strict=True))
 
 
 @jax.jit
 def _whitenings(memories: Array, ridges: Array) -> LinearKernel | LowRankKernel:
-    # What does not depend on the ridge is computed once under `vmap`.
+    """Kernels stacked along a first axis, one for each ridge."""
+    # `vmap` computes the decomposition once: it does not depend on the ridge.
     return jax.vmap(lambda ridge: _whiten(memories, ridge))(ridges)
 
 
 def _whiten(memories: Array, ridge: Array) -> LinearKernel | LowRankKernel:
+    """The whitening kernel, by the smaller of the two eigenproblems."""
     M, d = memories.shape[-2:]
     return (_whitening if M >= d else _low_rank_whitening)(memories, ridge)
 
 
 @jax.jit
 def _interpolation(memories: Array) -> Array:
-    """`G^-1 Xi`; NaN where the memories are dependent to rounding."""
+    """`G^-1 Xi`; NaN if the memories are linearly dependent up to rounding."""
     gram = gram_matrix(memories)
     values, vectors = jnp.linalg.eigh(gram)
     limit = values[..., -1:] * values.shape[-1] * float(jnp.finfo(values.dtype).eps)
@@ -116,7 +127,7 @@ def _low_rank_whitening(memories: Array, ridge: Array) -> LowRankKernel:
     floor = _floor(memories, ridge)
     values, vectors = jnp.linalg.eigh(gram_matrix(memories) / M)
     root, base = jnp.sqrt(jnp.maximum(values, 0.0) + floor), jnp.sqrt(floor)
-    # (1/root - 1/base) in the span of the memories, written without its cancellation.
+    # `1/root - 1/base` over `M (root^2 - base^2)`, written without cancellation.
     change = -1 / (M * root * base * (root + base))
     right = jnp.einsum("...mk,...md->...kd", vectors, memories, precision="highest")
     left = jnp.swapaxes(right, -1, -2) * change[..., None, :]
@@ -124,5 +135,5 @@ def _low_rank_whitening(memories: Array, ridge: Array) -> LowRankKernel:
 
 
 def _floor(memories: Array, ridge: Array) -> Array:
-    r"""`(..., 1)`: the ridge times the mean eigenvalue of :math:`\Xi^T \Xi / M`."""
+    r"""The ridge times the mean eigenvalue of :math:`\Xi^T \Xi / M`, `(..., 1)`."""
     return (ridge * (memories * memories).mean((-2, -1)))[..., None]

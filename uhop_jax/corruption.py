@@ -1,9 +1,10 @@
 r"""Ways in which a query differs from the pattern that it should retrieve.
 
 A corruption is any function `corrupt(key, patterns)` that returns corrupted patterns of
-the same shape, or a pair of them and a boolean array that is true where a component is
-*known* to be intact. Those here are frozen pytrees and have a closed likelihood, from
-which `posterior_mean` computes the least error that any method can reach.
+the same shape, or a pair `(patterns, observed)`, where the boolean `observed` is true
+at components *known* to be intact. The corruptions `Mask` and `Noise` are frozen
+pytrees with a likelihood in closed form. From the likelihood `posterior_mean` computes
+the estimate with the least expected error.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from uhop_jax._products import contract, weigh
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.similarity import NegativeSquaredL2, check_observed, check_patterns
 
-_ON_HOST = (  # raised where a traced value is needed
+_ON_HOST = (  # errors of code that needs the value of a traced array
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -42,11 +43,11 @@ _ON_HOST = (  # raised where a traced value is needed
 class Mask:
     """Sets each component to zero with probability `fraction`, independently.
 
-    The paper's corruption in the memory-capacity experiment, at 0.5.
+    At 0.5 it is the paper's corruption in the memory-capacity experiment.
 
     Attributes:
       fraction: probability that a component is masked, in `[0, 1]`.
-      known: whether queries say which components are intact; `__call__` then returns
+      known: whether the mask is known to the model; `__call__` then returns
         `(patterns, observed)`.
     """
 
@@ -54,12 +55,17 @@ class Mask:
     known: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def check(self, **patterns: Array) -> None:
-        """Refuses a fraction that is no probability; patterns may be any."""
+        """Refuses a fraction that is no probability; any patterns are accepted."""
         del patterns
         check_probability("fraction", self.fraction)
 
     def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
-        """Corrupted patterns, with `known` also where they are intact."""
+        """Corrupted patterns, or with `known` the pair `(patterns, observed)`.
+
+        Raises:
+          ValueError: if the fraction is no probability, the key is no key, or patterns
+            are not numeric.
+        """
         self.check()
         check_key(key)
         patterns = as_floating(patterns, "patterns")
@@ -79,9 +85,12 @@ class Mask:
         Args:
           memories: stored patterns, one per row.
           query: corrupted patterns.
-          observed: true for the known components of the query; the others may hold
-            anything. With `known` it says which are intact, and must be given; without,
-            zeros among them may still be masked.
+          observed: true for components that count; components where it is false may
+            have any value. With `known` it is true for intact components, and is
+            required. Without `known` a zero component that counts may be masked.
+
+        Returns:
+          The log-likelihoods, in at least float32.
 
         Raises:
           ValueError: if the fraction is no probability, shapes do not fit, or `known`
@@ -97,17 +106,17 @@ class Mask:
         counted = jnp.ones(query.shape, bool) if observed is None else observed
         kept = counted if self.known else counted & (query != 0)
 
-        def fits(row: tuple[Array, Array]) -> Array:  # no kept component differs
+        def agrees(row: tuple[Array, Array]) -> Array:  # all kept components agree
             query, kept = row
             return (~kept[None] | (query[None] == memories)).all(-1)
 
         # One query at a time: ten times faster than a sum over all pairs at once.
         flat = (x.reshape(-1, x.shape[-1]) for x in (query, kept))
-        rows = jax.lax.map(fits, tuple(flat))
+        rows = jax.lax.map(agrees, tuple(flat))
         possible = rows.reshape(*query.shape[:-1], memories.shape[0])
         if self.known:
             hidden = (~kept).astype(memories.dtype).sum(-1, keepdims=True)
-        else:  # zero in the query, not in the memory
+        else:  # components that are zero in the query, not in the memory
             zero = (counted & ~kept).astype(memories.dtype)
             hidden = contract(zero, (memories != 0).astype(memories.dtype))
         intact = kept.astype(memories.dtype).sum(-1, keepdims=True)
@@ -117,16 +126,16 @@ class Mask:
 
 @frozen_pytree
 class Noise:
-    """Adds Gaussian noise, then clamps to the range of the patterns: `[0, 1]`, images'.
+    """Adds Gaussian noise, then clamps to the range of the patterns.
 
-    Patterns outside the range are refused: clamping would change them without noise.
+    The default range is `[0, 1]`, the range of images. Patterns outside of the range
+    are refused: clamping would change them without noise.
 
     Attributes:
-      scale: standard deviation for each component (`kind="pixel"`), or the Euclidean
-        norm of the whole noise vector (`kind="norm"`, the paper's appendix).
-      low: least value of the patterns, to which lower ones are raised; None leaves all.
-      high: largest value of the patterns, to which higher ones are lowered; None leaves
-        all.
+      scale: standard deviation of each component of the noise (`kind="pixel"`), or the
+        Euclidean norm of the noise vector (`kind="norm"`, the paper's appendix).
+      low: lower end of the range; None does not clamp from below.
+      high: upper end of the range; None does not clamp from above.
       kind: `pixel` or `norm`.
     """
 
@@ -136,7 +145,7 @@ class Noise:
     kind: str = dataclasses.field(default="pixel", metadata={"static": True})
 
     def check(self, **patterns: Array) -> None:
-        """Refuses numbers out of range, and patterns, by name, outside of the range."""
+        """Refuses parameters that are invalid, and named patterns out of the range."""
         check_choice("kind of noise", self.kind, ("pixel", "norm"))
         check_scalar("scale", self.scale)
         check_at_least("scale", self.scale, 0)
@@ -149,7 +158,7 @@ class Noise:
         for name, x in patterns.items():
             if is_traced(x) or not x.size:
                 continue
-            with jax.ensure_compile_time_eval():  # a constant of what is being traced
+            with jax.ensure_compile_time_eval():  # a constant of a traced function
                 least, most = x.min(), x.max()
                 outside = bool((least < low) | (most > high))  # in the dtype of x
             if outside:
@@ -160,7 +169,12 @@ class Noise:
                 )
 
     def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
-        """Noisy patterns."""
+        """Noisy patterns, in the floating dtype of `patterns`.
+
+        Raises:
+          ValueError: if a parameter is invalid, the key is no key, or patterns are out
+            of the range.
+        """
         patterns = as_floating(patterns, "patterns")
         self.check(patterns=patterns)
         check_key(key)
@@ -182,8 +196,11 @@ class Noise:
         Args:
           memories: stored patterns, one per row.
           query: corrupted patterns.
-          observed: true for the known components of the query; the likelihood is over
-            those alone, and the others may hold anything.
+          observed: true for components that count; components where it is false may
+            have any value.
+
+        Returns:
+          The log-likelihoods, in at least float32.
 
         Raises:
           ValueError: if the noise is of another kind or its numbers are out of range,
@@ -195,7 +212,7 @@ class Noise:
                 f"{self.kind!r}"
             )
         memories, query, observed = _aligned(memories, query, observed)
-        if observed is not None:  # the others are of no account, and may be anything
+        if observed is not None:  # any value in the range will do where it is false
             query = jnp.where(observed, query, memories.min())
         self.check(memories=memories, query=query)
         scale, exact = scale_of(self.scale, memories.dtype)
@@ -208,7 +225,8 @@ class Noise:
             inside &= ~clamped
             beyond = jax.scipy.stats.norm.logcdf(side * (bound - memories) / scale)
             log_p += contract(clamped.astype(memories.dtype), beyond)
-        inside = jnp.where(exact, counted, inside)  # then a query is its memory
+        # Without noise a query equals its memory in every component that counts.
+        inside = jnp.where(exact, counted, inside)
         squared = -NegativeSquaredL2()(memories, query, observed=inside)
         same = jnp.where(squared == 0, 0.0, -jnp.inf).astype(log_p.dtype)
         return jnp.where(exact, same, log_p - squared / (2 * scale**2))
@@ -219,8 +237,8 @@ class Corruption:
     """Any corruption as a pytree that always returns `(patterns, observed)`.
 
     Attributes:
-      function: a corruption; a plain function is static, the numbers of one that is a
-        pytree are leaves.
+      function: a corruption. A plain function is static; a corruption that is a pytree
+        keeps its leaves.
     """
 
     function: Any
@@ -229,11 +247,15 @@ class Corruption:
     def of(
         cls, function: Callable[[PRNGKeyArray, Array], Any], **patterns: Array
     ) -> "Corruption":
-        """Wraps a function or a corruption of this module, for patterns given by name.
+        """Wraps a function or a corruption of this module.
+
+        Args:
+          function: the corruption.
+          **patterns: patterns to corrupt, by the names to use in messages.
 
         Raises:
-          ValueError: if it cannot be called, its numbers are out of range, or it is not
-            for such patterns.
+          ValueError: if `function` cannot be called, its parameters are invalid, or the
+            patterns are out of its range.
         """
         if isinstance(function, cls):
             cls.of(function.function, **patterns)
@@ -251,11 +273,11 @@ class Corruption:
     def __call__(
         self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
     ) -> tuple[Float[Array, "*batch d"], Bool[Array, "*batch d"] | None]:
-        """Corrupted patterns in their own dtype, and where they are intact if known.
+        """Corrupted patterns in their own dtype, and `observed` or None.
 
         Raises:
-          ValueError: if the corruption changes the shape, what it says is intact is not
-            boolean or of another shape, or it is traced and no function of JAX arrays.
+          ValueError: if the corruption changes the shape, returns an `observed` that is
+            not boolean or does not fit, or is traced and no function of JAX arrays.
         """
         try:
             result = self.function(key, patterns)
@@ -285,18 +307,20 @@ class Corruption:
     def check_draws(
         self, key: PRNGKeyArray, patterns: Float[Array, "*sets M d"]
     ) -> None:
-        """Refuses a function whose program differs each time it is traced.
+        """Refuses a function that draws without its key.
+
+        The program of such a function differs each time the function is traced.
 
         Raises:
-          ValueError: if it does: it draws without its key.
+          ValueError: if two traces give different programs.
         """
         if isinstance(self.function, (Mask, Noise)) or is_traced(jnp.zeros(())):
             return
-        one = jax.ShapeDtypeStruct(patterns.shape[-2:], patterns.dtype)
+        one_set = jax.ShapeDtypeStruct(patterns.shape[-2:], patterns.dtype)
 
         def program() -> str:
             function = jax.jit(lambda key, patterns: self(key, patterns))
-            return function.lower(key, one).as_text()
+            return function.lower(key, one_set).as_text()
 
         if program() != program():
             raise ValueError(
@@ -313,26 +337,26 @@ def posterior_mean(
     *,
     observed: Bool[Array, "*batch d"] | None = None,
 ) -> Float[Array, "*batch d"]:
-    """The mean of the memories given the query: the limit of every method.
+    """The posterior mean of the memories given the query.
 
-    With a uniform prior over the memories and the corruption known, no estimate has a
-    smaller expected squared error.
+    It is the limit of every method: with a uniform prior over the memories and a known
+    corruption, no estimate has a smaller expected squared error.
 
     Args:
       corruption: a corruption with a `log_likelihood`.
       memories: stored patterns, one per row.
       query: corrupted patterns.
-      observed: true for the known components of the query, as the corruption returned
-        it; a known mask needs it.
+      observed: true for the known components of the query, as the corruption returns
+        it; required for `Mask(known=True)`.
 
     Returns:
-      The estimate of each query's pattern; where queries are traced, the mean of all
-      memories for one that no memory can have become.
+      The estimate for each query. A traced query that is impossible under every memory
+      gives the mean of all memories.
 
     Raises:
-      ValueError: if the corruption has no likelihood in closed form or its numbers are
-        out of range, shapes do not fit, patterns are not finite, or no memory can have
-        become a query.
+      ValueError: if the corruption has no likelihood in closed form or its parameters
+        are invalid, shapes do not fit, patterns are not finite, or a query is
+        impossible under every memory.
     """
     if not hasattr(corruption, "log_likelihood"):
         raise ValueError(
@@ -356,20 +380,21 @@ def posterior_mean(
 def posterior(log_p: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
     """Probabilities of the memories, from log-likelihoods and a uniform prior.
 
-    A query that is impossible under every memory says nothing: the prior is left.
+    A query that is impossible under every memory gives the prior.
     """
     impossible = jnp.isneginf(log_p.max(-1, keepdims=True))
     return jax.nn.softmax(jnp.where(impossible, 0.0, log_p), axis=-1)
 
 
 def scale_of(scale: ArrayLike, dtype: Any) -> tuple[Array, Array]:
-    """Standard deviation of a noise, 1 where it is none, and whether it is.
+    """The standard deviation of a noise, and whether it counts as zero.
 
-    It is where its square is less than the least number.
+    It counts as zero if its square is subnormal; the standard deviation returned is
+    then 1.
     """
     scale = jnp.asarray(scale, dtype)
-    none = scale * scale < float(jnp.finfo(dtype).tiny)
-    return jnp.where(none, 1.0, scale), none
+    negligible = scale * scale < float(jnp.finfo(dtype).tiny)
+    return jnp.where(negligible, 1.0, scale), negligible
 
 
 def _aligned(
@@ -387,5 +412,5 @@ def _aligned(
 
 
 def _times_log(count: Array, p: Array) -> Array:
-    """`count * log(p)`, zero where the count is."""
+    """`count * log(p)`, zero where the count is zero."""
     return jnp.where(count == 0, 0.0, count * jnp.log(p))

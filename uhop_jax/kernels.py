@@ -1,7 +1,7 @@
 """Kernels: the feature maps in which states and memories are compared.
 
-A kernel is a frozen pytree whose numbers are leaves, so that it passes through `jit`,
-`vmap` and `grad`, and one compiled program serves every kernel of a shape.
+A kernel is a frozen pytree whose arrays are leaves. It passes through `jit`, `vmap` and
+`grad`, and one compiled program serves all kernels of the same shapes.
 """
 
 import abc
@@ -23,7 +23,8 @@ class Kernel(abc.ABC):
     Attributes:
       local: whether the features of the memories depend on which components of the
         query are observed.
-      inner_product: whether its features mean something in an inner product alone.
+      inner_product: whether the features have a meaning only in inner products, so
+        that `Dot` is the only similarity.
     """
 
     local: ClassVar[bool] = True
@@ -31,21 +32,21 @@ class Kernel(abc.ABC):
 
     @property
     def has_energy(self) -> bool:
-        """Whether memories and queries share one `Phi`: updates can be iterated."""
+        """Whether memories and queries share one `Phi`, so that updates can repeat."""
         return True
 
     @property
     @abc.abstractmethod
     def dimension(self) -> int:
-        """Dimension `d` of the patterns it maps."""
+        """Dimension `d` of the patterns."""
 
     @property
     @abc.abstractmethod
     def set_axes(self) -> int:
-        """Number of leading axes, one kernel for each memory set."""
+        """Number of leading axes of memory sets, each with a kernel of its own."""
 
     def check(self) -> None:
-        """Raises `ValueError` if its numbers are no arrays or do not fit together."""
+        """Raises `ValueError` if fields are not floating arrays of matching shapes."""
         return
 
     @abc.abstractmethod
@@ -54,7 +55,7 @@ class Kernel(abc.ABC):
         memories: Float[Array, "*batch M d"],
         observed: Bool[Array, " d"] | None = None,
     ) -> Float[Array, "*batch M D"]:
-        """`Phi` of the stored patterns, over the observed components alone."""
+        """`Phi` of the stored patterns, restricted to observed components."""
 
     @abc.abstractmethod
     def query_features(
@@ -62,7 +63,7 @@ class Kernel(abc.ABC):
         query: Float[Array, "*batch d"],
         observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch D"]:
-        """`Phi` of the query, over the observed components alone."""
+        """`Phi` of the query, restricted to observed components."""
 
 
 @frozen_pytree
@@ -70,7 +71,7 @@ class LinearKernel(Kernel):
     r"""The linear feature map :math:`\Phi(u) = W (u - c)` [eqn:linear_kernel].
 
     Attributes:
-      weights: `W (D, d)`, or `(sets, D, d)`, one for each memory set.
+      weights: `W (D, d)`, or `(sets, D, d)` with one matrix for each memory set.
       center: `c (d,)`, or `(sets, d)`; None is the origin, the paper's choice.
     """
 
@@ -105,12 +106,12 @@ class LinearKernel(Kernel):
 class LowRankKernel(Kernel):
     r"""The linear feature map :math:`\Phi(u) = s u + L R u`, never built as a matrix.
 
-    What Stage I from `identity_start` and the closed form learn is such a correction of
-    the identity: features cost `2 r d` multiplications instead of `d^2`, and the kernel
-    as much memory.
+    Stage I from `identity_start` and the closed form learn such a correction of the
+    identity. Features cost `2 r d` multiplications instead of `d^2`, and the kernel has
+    `2 r d` numbers instead of `d^2`.
 
     Attributes:
-      scale: `s`, or `(sets,)`, one for each memory set.
+      scale: `s`, or `(sets,)` with one number for each memory set.
       left: `L (d, r)`, or `(sets, d, r)`.
       right: `R (r, d)`, or `(sets, r, d)`.
     """
@@ -155,16 +156,16 @@ class LowRankKernel(Kernel):
 
 @frozen_pytree
 class Centering(Kernel):
-    """The feature map `Phi(u) = u - c`, no more: for mean-centred comparisons.
+    """The feature map `Phi(u) = u - c`, for mean-centred comparisons.
 
-    A corruption moves the mean, so that queries may have a centre of their own:
-    two-sided centring. What is retrieved is then no longer around it, and the map is
-    one-step by nature, without an energy.
+    A corruption moves the mean of patterns, so that queries may have a centre of their
+    own (two-sided centring). Retrieved patterns are not corrupted and do not fit that
+    centre: two-sided centring therefore allows one update only and has no energy.
 
     Attributes:
       center: `c (d,)`, or `(sets, d)`; usually the mean of the memories.
-      query_center: what is subtracted from queries, of the same shape; usually the mean
-        of corrupted patterns. None is `center`.
+      query_center: the centre of queries, in the shape of `center`; usually the mean of
+        corrupted patterns. None is `center`.
     """
 
     center: Float[Array, "*sets d"]
@@ -203,22 +204,22 @@ class Centering(Kernel):
 class LikelihoodKernel(Kernel):
     r"""A naive-Bayes log-likelihood as an inner product, learned by `fit_likelihood`.
 
-    Component values fall into `K` bins, the same for memories and queries. With
-    `L[a, c] = log p(c | a)`, the log-probability that a stored value of bin `a` becomes
-    a query value of bin `c`, cut at rank `r`, `L = memory_table @ query_table.T`,
-    memories and queries have the features
+    Component values fall into `K` bins, the same for memories and queries. The table
+    `L[a, c] = log p(c | a)` has the log-probability that a stored value of bin `a`
+    becomes a query value of bin `c`. At rank `r` it is approximately
+    `memory_table @ query_table.T`. The features of memories and queries are
     :math:`\Phi_K(\xi)_{jk} = \mathrm{memory\_table}[\mathrm{bin}(\xi_j), k]` and
-    :math:`\Phi_Q(x)_{jk} = \mathrm{query\_table}[\mathrm{bin}(x_j), k]`, whose inner
-    product is the log-likelihood of the query up to a constant of the query:
-    `beta = 1` is its natural temperature. One-step by nature: what it returns is no
-    longer a corrupted pattern. It therefore has no energy.
+    :math:`\Phi_Q(x)_{jk} = \mathrm{query\_table}[\mathrm{bin}(x_j), k]`. Their inner
+    product is the log-likelihood of the query up to a constant of the query, so that
+    `beta = 1` is the natural inverse temperature. A retrieved pattern is no corrupted
+    pattern: the kernel therefore allows one update only and has no energy.
 
     Attributes:
       memory_table: `(K, r)`, or `(sets, K, r)`.
       query_table: `(K, r)`, or `(sets, K, r)`.
       edges: `(K - 1,)` ascending, or `(sets, K - 1)`; a value is in bin `k` if exactly
-        `k` edges are at most as large.
-      pattern_dimension: `d`.
+        `k` edges are at most as large as the value.
+      pattern_dimension: `d`, the dimension of the patterns.
     """
 
     local: ClassVar[bool] = False
@@ -247,10 +248,10 @@ class LikelihoodKernel(Kernel):
         return self.edges.ndim - 1
 
     def cut(self, rank: int | None) -> "LikelihoodKernel":
-        """The same kernel at a lower rank; None leaves it.
+        """The kernel with tables of a lower rank; None keeps the rank.
 
         Raises:
-          ValueError: if the rank is not between 1 and its own.
+          ValueError: if the rank is not between 1 and the rank `r` of the tables.
         """
         if rank is None:
             return self
@@ -262,7 +263,7 @@ class LikelihoodKernel(Kernel):
         )
 
     def memory_features(self, memories, observed=None):
-        del observed  # the query carries it
+        del observed  # unobserved components are zero in the features of the query
         features = self.memory_table[bins(memories, self.edges)]
         return features.reshape(*memories.shape[:-1], -1)
 
@@ -274,7 +275,7 @@ class LikelihoodKernel(Kernel):
 
 
 def check_numbers(kernel: Kernel | None) -> None:
-    """Refuses a kernel that holds NaN, under which every overlap is NaN."""
+    """Refuses a kernel with NaN, under which every overlap would be NaN."""
     for (name, *_), x in jax.tree_util.tree_leaves_with_path(kernel):
         if not is_traced(x) and bool(jnp.isnan(x).any()):
             raise ValueError(
@@ -285,7 +286,7 @@ def check_numbers(kernel: Kernel | None) -> None:
 
 
 def _shape_of(kernel: Kernel, name: str, *axes: str) -> tuple[int, ...]:
-    """The shape of a field, a floating array with at least these axes."""
+    """The shape of a field; refuses all but a floating array with at least `axes`."""
     x = getattr(kernel, name)
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         got = f"dtype {x.dtype}" if hasattr(x, "dtype") else repr(x)
@@ -309,7 +310,8 @@ def _check_shape(kernel: Kernel, name: str, shape: tuple[int, ...]) -> None:
 
 
 def bins(x: Float[Array, "*shape"], edges: Float[Array, " n"]) -> Int[Array, "*shape"]:
-    """How many of the ascending `edges` are at most each value."""
-    # Seven steps for 64 edges: comparing with each is 20 times slower on CPUs.
+    """The bin of each value: the number of ascending `edges` at most as large."""
+    # Bisection takes seven steps for 64 edges; comparing with all of them is 20 times
+    # slower on CPUs.
     x = x.astype(edges.dtype)
     return jnp.searchsorted(edges, x, side="right", method="scan_unrolled")

@@ -23,12 +23,12 @@ from uhop_jax.kernels import LikelihoodKernel, bins
 
 _BINS = 65
 _EVEN = 16  # edges on an even grid
-_FREQUENT = 8  # atoms are as frequent as one in so many values
-_SAMPLE = 100_000  # values that edges are made from, about
-_VALUES = 2_000_000  # corrupted component values to learn from, at least
-_LEANING = (0.1, 1e6, 71)  # first, last and number of those tried, on a log grid
-_FLOOR = 1e-16  # of probabilities that a table leans on
-_RARE = 1e-4  # share of all counts below which a bin weighs no less
+_FREQUENT = 8  # an atom is at least one in so many values
+_SAMPLE = 100_000  # about how many values determine the edges
+_VALUES = 2_000_000  # least number of corrupted component values to learn from
+_PRIOR_STRENGTHS = (0.1, 1e6, 71)  # first, last and number of `m` on a log grid
+_FLOOR = 1e-16  # least prior probability
+_RARE = 1e-4  # least share of the counts with which a bin is weighed
 
 
 def fit_likelihood(
@@ -39,33 +39,34 @@ def fit_likelihood(
     copies: int | None = None,
     rank: int | None = None,
 ) -> LikelihoodKernel:
-    """Learns how corruption changes component values, as a kernel.
+    """Learns how a corruption changes component values, as a kernel.
 
-    Counts, over corrupted copies of the memories, how often a stored value of one bin
-    became a query value of another, and factors the table of log-probabilities; see
-    `LikelihoodKernel`. Of a corruption that says what is observed, that alone
-    counts, as in retrieval with `observed`.
+    Over corrupted copies of the memories it counts how often a stored value of one bin
+    becomes a query value of another bin. From the counts it estimates a table of
+    log-probabilities, and factors the table; see `LikelihoodKernel`. If the corruption
+    returns `observed`, only observed components are counted, as in retrieval.
 
-    Bins are common to memories and queries, so that what is not corrupted falls into
-    the same one. Values met often enough to be atoms (exact zeros, a clamp's ends) have
-    bins of their own; most others have equal numbers of values.
+    Bins are common to memories and queries, so that an intact value stays in its bin.
+    Frequent values (atoms, such as exact zeros and the ends of a clamp) have bins of
+    their own. Most remaining bins have equal numbers of values.
 
-    Few counts tell little, so a table leans on the one of pairs of bins, which leans on
-    pairs of pairs: with `n` counts in a row and `k` of them in a bin to which the
-    coarser table gives the probability `p`, the probability is `(k + m p) / (n + m)`,
-    at the `m` under which the counts are likeliest, each given the others of its row.
+    Estimates from few counts are smoothed: the prior of a table is the table of pairs
+    of bins, whose prior is the table of pairs of pairs. If a row has `n` counts, of
+    which `k` are in a bin with the prior probability `p`, the probability of the bin is
+    `(k + m p) / (n + m)`. The strength `m` of the prior maximises the leave-one-out
+    likelihood of the counts.
 
-    The kernel is constant to derivatives in the memories, as counts are.
+    The kernel is constant to derivatives in the memories, since counts are.
 
-    A cut keeps what matters to values that occur: the factors are those of the table
-    with each bin weighed by its share of the counts.
+    Each bin is weighed by its share of the counts before the table is factored, so that
+    a table of lower rank is most accurate for frequent values.
 
     Args:
       key: random key.
       memories: stored patterns, one per row.
       corrupt: a corruption, see `uhop_jax.corruption`.
-      copies: corrupted copies of each memory; None is as many as make two million
-        component values of a memory set, and at least 4.
+      copies: number of corrupted copies of each memory; None is the number that gives
+        two million component values of a memory set, and at least 4.
       rank: rank of the table, from 1; None is the full rank, 65.
 
     Returns:
@@ -81,7 +82,7 @@ def fit_likelihood(
         check_count("rank", rank, 1, _BINS)
     memories = as_floating(memories, "memories")
     check_memory_set(memories, distinct=False)
-    # Counts do not change with the memories, but where they jump.
+    # Counts are piecewise constant in the memories.
     memories = lax.stop_gradient(memories.astype(working_dtype(memories)))
     corruption = Corruption.of(corrupt, memories=memories)
     corruption.check_draws(key, memories)
@@ -97,7 +98,7 @@ def fit_likelihood(
     if not sets:
         return run(key, memories).cut(rank)
     keys = jax.random.split(key, math.prod(sets))
-    # One after the other: the copies of all sets may not fit.
+    # Sets are fitted in sequence: the copies of all sets may not fit into memory.
     flat = lax.map(lambda pair: run(*pair), (keys, memories.reshape(-1, M, d)))
     return jax.tree.map(lambda x: x.reshape(*sets, *x.shape[1:]), flat).cut(rank)
 
@@ -106,14 +107,14 @@ def fit_likelihood(
 def _counts(
     key: PRNGKeyArray, memories: Array, corruption: Corruption, copies: int
 ) -> tuple[Array, Array]:
-    """How often a value of each bin became one of each bin, and the edges of bins."""
+    """Counts `(stored bin, query bin)` of component values, and the edges of bins."""
     keys = jax.random.split(key, copies)
     queries, observed = jax.vmap(lambda key: corruption(key, memories))(keys)
     edges = _edges(_sample(memories), _sample(queries, observed))
     stored = jnp.broadcast_to(bins(memories, edges), queries.shape)
     pairs = stored * _BINS + bins(queries, edges)
     number = _BINS * _BINS
-    if observed is not None:  # the others are counted apart
+    if observed is not None:  # unobserved values go to one more count, dropped below
         pairs = jnp.where(observed, pairs, number)
     counts = jnp.bincount(pairs.ravel(), length=number + 1)[:number]
     return counts.reshape(_BINS, _BINS).astype(memories.dtype), edges
@@ -121,63 +122,68 @@ def _counts(
 
 @jax.jit  # apart from `_counts`, since it is one program for all memories
 def _factors(counts: Array) -> tuple[Array, Array]:
-    """Tables of memories and queries, whose product is that of log-probabilities."""
+    """Tables of memories and queries, whose product is the table of log-probabilities.
+
+    Log-probabilities are up to a constant of the query.
+    """
     table = jnp.log(_probabilities(counts))
     rows, columns = _weights(counts.sum(1)), _weights(counts.sum(0))
-    table -= contract(rows**2 / (rows**2).sum(), table.T)[None]  # the query's constant
+    # The mean over stored values is a constant of the query.
+    table -= contract(rows**2 / (rows**2).sum(), table.T)[None]
     u, s, vt = jnp.linalg.svd(rows[:, None] * table * columns[None])
     return u * s[None] / rows[:, None], vt.T / columns[:, None]
 
 
 def _probabilities(counts: Array) -> Array:
-    """Probability of each column in its row, leaning on coarser bins."""
+    """Probability of each column in its row, smoothed by the table of coarser bins."""
     number = counts.shape[0]
     if number == 1:
         return jnp.ones_like(counts)
     pair = jnp.arange(number) // 2
-    common = counts.sum(0) + 0.5  # no query value is impossible
-    within = common / _paired(common)[pair]
+    column_counts = counts.sum(0) + 0.5  # no query value is impossible
+    within = column_counts / _paired(column_counts)[pair]
     coarse = _probabilities(_paired(_paired(counts).T).T)
     prior = jnp.maximum(coarse[pair][:, pair] * within[None], _FLOOR)
     total = counts.sum(1, keepdims=True)
 
-    def left_out(m: Array) -> Array:
-        """Log-probability of each count given the others of its row, summed."""
-        others, all_others = (jnp.maximum(n - 1, 0.0) for n in (counts, total))
-        return (counts * jnp.log((others + m * prior) / (all_others + m))).sum()
+    def leave_one_out(m: Array) -> Array:
+        """Sum of the log-probabilities of each count given the rest of its row."""
+        rest, rest_total = (jnp.maximum(n - 1, 0.0) for n in (counts, total))
+        return (counts * jnp.log((rest + m * prior) / (rest_total + m))).sum()
 
-    grid = jnp.geomspace(*_LEANING, dtype=counts.dtype)
-    m = grid[jnp.argmax(jax.vmap(left_out)(grid))]
+    grid = jnp.geomspace(*_PRIOR_STRENGTHS, dtype=counts.dtype)
+    m = grid[jnp.argmax(jax.vmap(leave_one_out)(grid))]
     return (counts + m * prior) / (total + m)
 
 
 def _paired(x: Array) -> Array:
-    """Sums of pairs of rows; the last may be alone."""
+    """Sums of pairs of rows; an odd last row is a pair with zeros."""
     x = jnp.pad(x, ((0, x.shape[0] % 2), *((0, 0),) * (x.ndim - 1)))
     return x[::2] + x[1::2]
 
 
 def _weights(counts: Array) -> Array:
-    """Square root of the share of each bin; rare ones count as less rare."""
+    """Square root of the share of each bin, the share at least `_RARE`."""
     share = counts / jnp.maximum(counts.sum(), 1.0)
     return jnp.sqrt(jnp.maximum(share, _RARE))
 
 
 class _Sample(NamedTuple):
-    """Some observed values, sorted; what lies behind their number is infinite."""
+    """A sample of observed values, sorted; entries beyond `number` are infinite."""
 
     values: Array
     number: Array
 
     def places(self, q: Array) -> Array:
-        """Where the quantiles are."""
+        """Indices of the quantiles `q`, int32."""
         last = jnp.maximum(self.number - 1, 0).astype(q.dtype)
         return jnp.round(q * last).astype(jnp.int32)
 
 
 def _sample(values: Array, observed: Array | None = None) -> _Sample:
+    """About `_SAMPLE` of the values, at a regular stride."""
     stride = max(1, values.size // _SAMPLE)
-    # Every component of every memory takes its turn.
+    # A stride coprime to the sizes visits every component of every memory.
     while math.gcd(stride, math.prod(values.shape[-2:])) > 1:
         stride += 1
     values = values.ravel()[::stride]
@@ -189,59 +195,62 @@ def _sample(values: Array, observed: Array | None = None) -> _Sample:
 
 
 def _edges(memories: _Sample, queries: _Sample) -> Array:
-    """Edges of `_BINS` bins: around each atom, an even grid, and quantiles.
+    """Edges of `_BINS` bins: two edges for each atom, an even grid, and quantiles.
 
     An atom is an end of the range of memories or queries, where clamping puts many
-    values, or as frequent as `1 / _FREQUENT`. It has edges at itself and at the next
-    number. Quantiles are of the other values, of which none counts as more than it
-    takes for one edge; they take what atoms leave.
+    values, or a value at least as frequent as `1 / _FREQUENT`. Its edges are the atom
+    and the next larger number. The remaining edges are quantiles of the values that are
+    no atoms; a repeated value counts at most as much as one edge.
     """
     joined = jnp.sort(jnp.concatenate([memories.values, queries.values]))
     values = _Sample(joined, memories.number + queries.number)
     atoms = jnp.sort(jnp.concatenate([_atoms(memories), _atoms(queries)]))
     is_atom = (joined[:, None] == atoms[None]).any(-1)
-    others = jnp.sort(jnp.where(is_atom, jnp.inf, joined))
-    between = jnp.isfinite(others).sum()
-    others = jnp.where(between > 0, others, joined)
-    between = jnp.where(between > 0, between, values.number)
+    non_atoms = jnp.sort(jnp.where(is_atom, jnp.inf, joined))
+    count = jnp.isfinite(non_atoms).sum()
+    non_atoms = jnp.where(count > 0, non_atoms, joined)
+    count = jnp.where(count > 0, count, values.number)
 
     free = jnp.isinf(atoms) | jnp.append(False, atoms[1:] == atoms[:-1])
-    tiny = float(jnp.finfo(joined.dtype).tiny)  # smaller ones compare as zeros
+    tiny = float(jnp.finfo(joined.dtype).tiny)  # smaller numbers compare as zeros
     above = jnp.nextafter(atoms, jnp.inf)
     above = jnp.where(jnp.abs(atoms) < tiny, tiny, above)
-    taken = jnp.concatenate([atoms, above])
+    atom_edges = jnp.concatenate([atoms, above])
     low, high = values.values[values.places(jnp.asarray([1e-3, 1 - 1e-3]))]
 
-    more = _BINS - 1 - _EVEN - taken.size
-    slot = jnp.concatenate([jnp.ones(more, bool), free, free])
-    place = (jnp.cumsum(slot) - 1).astype(joined.dtype)
-    at = jnp.arange(others.size)
-    repeats = _repeats(others)
-    most = between.astype(joined.dtype) / (place[-1] + 1)  # values to an edge
-    weight = jnp.minimum(most / repeats.astype(joined.dtype), 1.0)
-    rank = jnp.cumsum(jnp.where(at < between, weight, 0.0))
-    found = jnp.searchsorted(rank, place / place[-1] * rank[-1])
-    quantiles = others[found]
+    # Slots of edges: true where a quantile goes, false where an atom has its edge.
+    extra = _BINS - 1 - _EVEN - atom_edges.size
+    is_quantile = jnp.concatenate([jnp.ones(extra, bool), free, free])
+    order = (jnp.cumsum(is_quantile) - 1).astype(joined.dtype)
+    index = jnp.arange(non_atoms.size)
+    repeats = _repeats(non_atoms)
+    per_edge = count.astype(joined.dtype) / (order[-1] + 1)  # values to an edge
+    weight = jnp.minimum(per_edge / repeats.astype(joined.dtype), 1.0)
+    rank = jnp.cumsum(jnp.where(index < count, weight, 0.0))
+    quantile_index = jnp.searchsorted(rank, order / order[-1] * rank[-1])
+    quantiles = non_atoms[quantile_index]
     even = jnp.linspace(low, high, _EVEN, dtype=joined.dtype)
-    taken = jnp.concatenate([jnp.zeros(more, joined.dtype), taken])
-    return jnp.sort(jnp.concatenate([even, jnp.where(slot, quantiles, taken)]))
+    atom_edges = jnp.concatenate([jnp.zeros(extra, joined.dtype), atom_edges])
+    slots = jnp.where(is_quantile, quantiles, atom_edges)
+    return jnp.sort(jnp.concatenate([even, slots]))
 
 
 def _atoms(sample: _Sample) -> Array:
-    """The ends and what is frequent, each once, ascending; infinite behind them."""
+    """Both ends and all frequent values, distinct, ascending, then infinities."""
+    # Any run of a frequent value contains at least one of these quantiles.
     q = jnp.linspace(0, 1, 2 * _FREQUENT + 1, dtype=sample.values.dtype)
-    at = sample.places(q)  # two of them in what is frequent
-    many = _repeats(sample.values)[at] * _FREQUENT >= sample.number
-    many = many.at[jnp.asarray([0, -1])].set(True)
-    atoms = jnp.sort(jnp.where(many, sample.values[at], jnp.inf))
-    again = jnp.append(False, atoms[1:] == atoms[:-1])
-    return jnp.sort(jnp.where(again, jnp.inf, atoms))[: _FREQUENT + 2]
+    index = sample.places(q)
+    frequent = _repeats(sample.values)[index] * _FREQUENT >= sample.number
+    frequent = frequent.at[jnp.asarray([0, -1])].set(True)
+    atoms = jnp.sort(jnp.where(frequent, sample.values[index], jnp.inf))
+    repeated = jnp.append(False, atoms[1:] == atoms[:-1])
+    return jnp.sort(jnp.where(repeated, jnp.inf, atoms))[: _FREQUENT + 2]
 
 
 def _repeats(ascending: Array) -> Array:
-    """How often each value occurs."""
-    at = jnp.arange(ascending.size)
+    """How often the value of each entry occurs."""
+    index = jnp.arange(ascending.size)
     change = ascending[1:] != ascending[:-1]
-    first = lax.cummax(jnp.where(jnp.append(True, change), at, 0))
-    last = jnp.where(jnp.append(change, True), at, ascending.size)
+    first = lax.cummax(jnp.where(jnp.append(True, change), index, 0))
+    last = jnp.where(jnp.append(change, True), index, ascending.size)
     return lax.cummin(last, reverse=True) - first + 1

@@ -1,8 +1,7 @@
 r"""Separation losses: how close the features of a memory set are to one another.
 
-They look at the features :math:`F = \Xi W^T` only through their Gram matrix, or their
-distances where features keep their lengths, so nothing here builds an `(M, M, D)`
-array.
+A loss depends on the features :math:`F = \Xi W^T` only through their Gram matrix, or
+without normalisation through their distances. No function builds an `(M, M, D)` array.
 """
 
 from typing import NamedTuple
@@ -46,18 +45,20 @@ def separation_loss(
     - `deep` [dfn:separation-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u,
       v)^2 - 1))`.
 
-    Not convex in `W`, contrary to the paper: they are even in `W`, and without
-    normalisation `W = 0` is the maximum of the average and of the maximum loss.
+    The losses are not convex in `W`, contrary to the paper: they are even in `W`, and
+    without normalisation `W = 0` maximises the average and the maximum loss.
 
     Args:
       features: one feature vector per row.
-      kind: one of `LOSSES`.
-      t: scale of the Gaussian, positive; the paper's is 2. On the sphere the average
-        loss is that of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
-      normalize: put features on the unit sphere first. Without it the average loss has
-        no minimiser: scaling the features up lowers it for ever.
-      pairs: `distinct` (u != v, the authors' code) or `all` (the paper's expectation).
-      where: true for valid patterns; a set with fewer than two valid has loss zero.
+      kind: `average`, `maximum` or `deep`.
+      t: scale of the Gaussian, positive; the paper has 2. On the sphere the average
+        loss is the loss of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
+      normalize: whether features are first scaled to unit norm. Without normalisation
+        the average loss has no minimiser: larger features always lower it.
+      pairs: `distinct` (u != v, as in the authors' code) or `all` (as in the paper's
+        expectation).
+      where: true for valid patterns; a set with fewer than two valid patterns has loss
+        zero.
 
     Returns:
       One loss for each memory set, in at least float32.
@@ -90,25 +91,27 @@ def least_separation_loss(
     kind: str = "average",
     t: ArrayLike = 2.0,
 ) -> Float[Array, "*batch"]:
-    r"""A lower bound of `separation_loss` of normalised features, distinct pairs.
+    r"""A lower bound of `separation_loss` for normalised features and distinct pairs.
 
-    The mean of the exponentials is at least that of the mean exponent (Jensen), and the
-    largest exponent at least the mean one. With `M` features in `D` dimensions:
+    The mean of the exponentials is at least the exponential of the mean exponent
+    (Jensen), and the largest exponent is at least the mean exponent. For `M` features
+    in `D` dimensions the bounds are:
 
-    - `average`: :math:`-2 t M / (M - 1)`, as the features sum to zero at best. The
-      regular simplex attains it, which exists for `M <= D + 1`; for more features it
-      still holds, but nothing attains it.
-    - `maximum`: the same for `M <= D + 1`, else :math:`-2 t`, as some cosine is then at
-      least zero (Rankin 1955); attained for `M <= 2 D`.
+    - `average`: :math:`-2 t M / (M - 1)`, since the mean cosine is least if the
+      features sum to zero. The regular simplex attains the bound for `M <= D + 1`. The
+      bound holds for more features too, but is not attained.
+    - `maximum`: the same for `M <= D + 1`, else :math:`-2 t`, since some cosine is then
+      at least zero (Rankin 1955); attained for `M <= 2 D`.
     - `deep`: :math:`2 t (c - 1)` with :math:`c = \max(0, (M - D) / (D (M - 1)))`, the
-      mean squared cosine at best (Welch 1974): :math:`-2 t`, attained by orthogonal
-      features, for `M <= D`; for more by equiangular tight frames, where they exist.
+      least mean squared cosine (Welch 1974). For `M <= D` orthogonal features attain
+      :math:`-2 t`; for `M > D` equiangular tight frames attain the bound, where they
+      exist.
 
     Args:
-      number: `M`, of the features that are valid.
-      dimension: `D` of the features.
-      kind: one of `LOSSES`.
-      t: of the loss, positive.
+      number: `M`, the number of valid features.
+      dimension: `D`, the dimension of the features.
+      kind: `average`, `maximum` or `deep`.
+      t: scale of the loss, positive.
 
     Returns:
       The bound; 0 for fewer than two features, whose loss is 0.
@@ -120,11 +123,11 @@ def least_separation_loss(
     check_choice("separation loss", kind, LOSSES)
     check_positive("t", t)
     M = jnp.asarray(number).astype(jnp.result_type(float))
-    D, others = float(dimension), jnp.maximum(M - 1, 1.0)
+    D, M_minus_1 = float(dimension), jnp.maximum(M - 1, 1.0)
     if kind == "deep":
-        least = jnp.maximum(M - D, 0.0) / (D * others) - 1
+        least = jnp.maximum(M - D, 0.0) / (D * M_minus_1) - 1
     else:
-        least = -M / others
+        least = -M / M_minus_1
         if kind == "maximum":
             least = jnp.where(M <= D + 1, least, -1.0)
     return jnp.where(M < 2, 0.0, 2 * jnp.asarray(t).astype(M.dtype) * least)
@@ -139,7 +142,7 @@ def smallest_separation(
       features: one feature vector per row, at least two.
 
     Returns:
-      One value for each memory set; 2 is the largest possible, for two antipodes.
+      One value in `[0, 2]` for each memory set, in at least float32.
 
     Raises:
       ValueError: if there are fewer than two features.
@@ -153,10 +156,10 @@ def smallest_separation(
 
 
 def scaled_rows(x: Array) -> Array:
-    """Rows times powers of two, their largest components near one, in at least float32.
+    """Rows scaled by powers of two to largest components near one, at least float32.
 
-    Cosines do not change, not even in rounding, and products of tiny or huge rows
-    neither vanish nor overflow.
+    The scaling is exact and does not change cosines. Products of tiny or huge rows then
+    neither underflow nor overflow.
     """
     x = x.astype(working_dtype(x))
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0)
@@ -175,12 +178,12 @@ class Loss(NamedTuple):
 
     @property
     def of_distances(self) -> bool:
-        """Whether the loss is one of distances, wherever the origin of features is."""
+        """Whether the loss depends on distances alone, wherever the origin is."""
         return not self.normalize and self.kind != "deep"
 
 
 def squared_distances(features: Array) -> Array:
-    """`(..., M, M)`, from differences, of which a Gram matrix would lose digits."""
+    """Squared distances `(..., M, M)`, from differences: a Gram matrix loses digits."""
     if features.ndim > 2:
         return jax.vmap(squared_distances)(features)
     return -NegativeSquaredL2().compare(features, features)
@@ -219,6 +222,7 @@ def loss_of_distances(
 
 
 def _distinct(pairs: Array) -> Array:
+    """True off the diagonal, in the shape `(..., M, M)` of `pairs`."""
     return jnp.broadcast_to(~jnp.eye(pairs.shape[-1], dtype=bool), pairs.shape)
 
 
@@ -231,8 +235,9 @@ def _over_pairs(exponent: Array, loss: Loss, where: Array | None) -> Array:
     exponent = jnp.where(counted, exponent, -jnp.inf)
     if loss.kind == "maximum":
         exponent = jnp.where(distinct, exponent, -jnp.inf)
-        # Not `max`, whose slope compares values that XLA may have computed twice, to
-        # different roundings: then no entry is the largest, and the slope is zero.
+        # The gradient of `max` compares the maximum with the entries. If XLA computes
+        # them twice with different rounding, no entry equals the maximum and the
+        # gradient is zero. `argmax` avoids the comparison.
         flat = exponent.reshape(*exponent.shape[:-2], -1)
         index = lax.stop_gradient(flat).argmax(-1, keepdims=True)
         top = jnp.take_along_axis(flat, index, axis=-1)[..., 0]

@@ -1,4 +1,4 @@
-"""A memory that grows: patterns come and go, and nothing is compiled anew."""
+"""A memory that grows: patterns are added and removed with few compilations."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from uhop_jax.kernels import check_numbers
 from uhop_jax.retrieval import Retrieval, retrieve
 
 LEAST_CAPACITY = 8
-OUTSIDE = (  # of a transformation
+OUTSIDE = (  # for error messages
     "a memory changes its shape as it grows, so add, remove and replace outside of "
     "jax.jit, jax.vmap and jax.grad"
 )
@@ -30,16 +30,17 @@ OUTSIDE = (  # of a transformation
 
 @frozen_pytree
 class Memory:
-    """Stored patterns in slots, of which some are free; every change is a new memory.
+    """Stored patterns in slots, some of which are free; every change is a new memory.
 
-    Once the slots are full their number doubles, so that shapes change, and programs
-    are compiled, a logarithmic number of times. Weights are over the slots, zero at
-    free ones. `uhop_jax.save` and `uhop_jax.load` keep it in a file.
+    When the slots are full their number doubles. Shapes therefore change, and programs
+    are compiled, only a logarithmic number of times. Retrieval weights are over the
+    slots, and zero at free slots. `uhop_jax.save` and `uhop_jax.load` write and read
+    memories.
 
     Attributes:
       patterns: `(capacity, d)`, zero in free slots.
-      values: `(capacity, v)`, what retrieval averages; None for the patterns.
-      used: `(capacity,)`, which slots hold a pattern.
+      values: `(capacity, v)`, averaged by retrieval; None averages the patterns.
+      used: `(capacity,)` boolean, true for slots with a pattern.
     """
 
     patterns: Float[Array, "capacity d"]
@@ -59,9 +60,9 @@ class Memory:
 
         Args:
           dimension: `d` of the patterns.
-          value_dimension: `v` of the values; None for none.
-          capacity: slots to begin with.
-          dtype: of both; None is the default float.
+          value_dimension: `v` of the values; None for a memory without values.
+          capacity: initial number of slots.
+          dtype: dtype of patterns and values; None is the default float.
 
         Raises:
           ValueError: if a number is below 1, or the dtype is not floating.
@@ -84,7 +85,7 @@ class Memory:
 
     @property
     def slots(self) -> Int[np.ndarray, " count"]:
-        """The slots in use, ascending."""
+        """Indices of the slots in use, ascending."""
         return np.flatnonzero(self._known())
 
     def __len__(self) -> int:
@@ -98,14 +99,15 @@ class Memory:
         """Stores one pattern `(d,)` or several `(n, d)` in the first free slots.
 
         Args:
-          patterns: what to store.
-          values: what retrieval averages in their place, if the memory has values.
+          patterns: the patterns to store.
+          values: their values, `(v,)` or `(n, v)`, if the memory has values.
 
         Returns:
-          The new memory, and the slots that were filled.
+          The new memory, and the slots of the patterns `(n,)`.
 
         Raises:
-          ValueError: if shapes do not fit, or something is not finite.
+          ValueError: if shapes do not fit, patterns or values are not finite, or the
+            memory is traced.
         """
         free = np.flatnonzero(~self._known())
         rows, value_rows = self._rows(patterns, values)
@@ -126,7 +128,12 @@ class Memory:
         patterns: Float[Array | np.ndarray, "*n d"],
         values: Float[Array | np.ndarray, "*n v"] | None = None,
     ) -> "Memory":
-        """Puts other patterns into slots that are in use.
+        """Replaces the patterns in slots that are in use.
+
+        Args:
+          slots: one slot or several `(n,)`.
+          patterns: the new patterns, as in `add`.
+          values: their values, as in `add`.
 
         Raises:
           ValueError: if a slot is free or named twice, or as in `add`.
@@ -138,7 +145,7 @@ class Memory:
         return _write(self, slots, rows, value_rows)
 
     def remove(self, slots: int | Sequence[int] | Int[np.ndarray, " n"]) -> "Memory":
-        """Frees slots that are in use; the others keep their patterns and numbers.
+        """Frees slots that are in use; the remaining patterns keep their slots.
 
         Raises:
           ValueError: if a slot is free or named twice.
@@ -146,11 +153,16 @@ class Memory:
         return _free(self, self._in_use(slots))
 
     def retrieve(self, query: Float[Array, "*batch d"], **options: Any) -> Retrieval:
-        """`uhop_jax.retrieve` from the slots in use; `options` as there.
+        """`uhop_jax.retrieve` from the slots in use.
+
+        Args:
+          query: initial states.
+          **options: further arguments of `uhop_jax.retrieve`, except `mask` and
+            `values`.
 
         Raises:
-          ValueError: if they name `mask` or `values`, which are the memory's own; or as
-            there.
+          ValueError: if `mask` or `values` is among the options, or as in
+            `uhop_jax.retrieve`.
         """
         for name in ("mask", "values"):
             if name in options:
@@ -161,19 +173,21 @@ class Memory:
         )
 
     def _known(self) -> np.ndarray:
+        """`used` on the host."""
         if is_traced(self.used):
             raise ValueError(f"the memory is traced: {OUTSIDE}")
         return np.asarray(self.used)
 
     def _rows(self, patterns: Any, values: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        found: list[np.ndarray | None] = []
+        """Patterns `(n, d)` and values `(n, v)` on the host, checked."""
+        checked: list[np.ndarray | None] = []
         pairs = (("patterns", patterns, self.patterns), ("values", values, self.values))
         for name, x, slots in pairs:
             if (x is None) != (slots is None):
                 has = "no values" if slots is None else "values beside its patterns"
                 raise ValueError(f"the memory has {has}")
             if x is None or slots is None:
-                found.append(None)
+                checked.append(None)
                 continue
             if is_traced(x):
                 raise ValueError(f"{name} are traced: {OUTSIDE}")
@@ -185,14 +199,15 @@ class Memory:
             check_finite(name, x)
             x = x.astype(slots.dtype)
             check_finite(f"{name} in {x.dtype}", x)
-            found.append(np.asarray(x).reshape(-1, x.shape[-1]))
-        rows, value_rows = found
+            checked.append(np.asarray(x).reshape(-1, x.shape[-1]))
+        rows, value_rows = checked
         assert rows is not None
         if value_rows is not None and len(value_rows) != len(rows):
             raise ValueError(f"got {len(value_rows)} values for {len(rows)} patterns")
         return rows, value_rows
 
     def _in_use(self, slots: Any) -> np.ndarray:
+        """Slots `(n,)` in use, int64; refuses free and repeated slots."""
         slots = np.atleast_1d(np.asarray(slots))
         used = self._known()
         if slots.size and slots.dtype.kind not in "iu" or slots.ndim != 1:
@@ -207,21 +222,21 @@ class Memory:
 
 
 def _padded(capacity: int, x: Array) -> Array:
-    """On the host, where no shape needs a program of its own."""
-    whole = np.zeros((capacity, *x.shape[1:]), x.dtype)
-    whole[: x.shape[0]] = np.asarray(x)
-    return jax.device_put(whole)
+    """The array with zeros appended to `capacity` rows, without compiling a program."""
+    padded = np.zeros((capacity, *x.shape[1:]), x.dtype)
+    padded[: x.shape[0]] = np.asarray(x)
+    return jax.device_put(padded)
 
 
 @jax.jit
 def _write(memory: Memory, slots: Array, rows: Array, values: Array | None) -> Memory:
-    kept = memory.values
-    if kept is not None:
-        kept = kept.at[slots].set(values)
+    memory_values = memory.values
+    if memory_values is not None:
+        memory_values = memory_values.at[slots].set(values)
     return dataclasses.replace(
         memory,
         patterns=memory.patterns.at[slots].set(rows),
-        values=kept,
+        values=memory_values,
         used=memory.used.at[slots].set(True),
     )
 

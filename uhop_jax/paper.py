@@ -1,4 +1,4 @@
-"""Numbers that the paper states, for tables to print beside ours."""
+"""Results that the paper states, for tables that print them beside measured results."""
 
 from typing import NamedTuple
 

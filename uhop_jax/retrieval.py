@@ -1,30 +1,30 @@
 r"""Retrieval dynamics: energy, updates, iteration to a fixed point.
 
 One update is :math:`T(x) = \mathrm{sep}(\beta K(\Xi, x))\, \Xi` [lemma:retrieval_dyn].
-The functions here apply it a fixed number of times (`retrieve`), until nothing moves
-(`converge`), or keeping all on the way (`trajectory`).
+`retrieve` applies a fixed number of updates, `converge` applies updates until the state
+no longer moves, and `trajectory` returns the state after each update.
 
-The dynamics run in the features in which the similarity compares: a query is mapped
-into them, and each update takes a weighted mean of the keys, the features of the
-memories; for `Cosine` all of them are unit vectors. Energies are of such features. What
-is retrieved is a pattern: the mean of the memories under the same weights.
+The dynamics run in the space of features in which the similarity compares. A query is
+mapped to its features. Each update is a weighted mean of the keys, which are the
+features of the memories; for `Cosine` queries, keys and means are unit vectors. An
+energy is a function of features. A retrieved pattern is the mean of the memories under
+the same weights.
 
-All share one set of arguments:
+The functions share these arguments:
 
 - `memories (M, d)`, one pattern per row, shared by all queries and never tiled; or
   `(sets, M, d)`, one memory set for each entry of the first axis of the query (an axis
-  of one is shared).
+  of length one is shared).
 - `query (..., d)`; every leading axis is a batch of independent retrievals.
 - `beta`, and the parameters of the separation such as `alpha`: numbers, or arrays that
   broadcast against the leading axes of the query.
-- `mask (..., M)`: true for valid memories. What a masked memory holds, NaN included,
-  reaches neither a result nor a gradient; a query without a valid memory retrieves
-  zero.
+- `mask (..., M)`: true for valid memories. A masked memory affects neither a result nor
+  a gradient, even if it is NaN; a query without a valid memory retrieves zero.
 - `observed (..., d)`: true for the known components of the query; overlaps and norms
-  are over those alone.
+  are restricted to these components.
 
-Values are checked only outside of `jax.jit`, where they are known; shapes always.
-Inside, a `beta` that is not positive gives NaN. Half precision sums in float32.
+Shapes are always checked. Values are checked only outside of `jax.jit`, where they are
+known; inside, a `beta` that is not positive gives NaN. Half precision sums in float32.
 """
 
 import functools
@@ -54,9 +54,9 @@ class Retrieval(NamedTuple):
     """Result of `retrieve`.
 
     Attributes:
-      state: `(..., d)`, the retrieved pattern (or value), the mean of the memories
-        under `weights`.
-      weights: `(..., M)`, those of the last update.
+      state: `(..., d)`, the retrieved pattern (or value): the mean of the memories (or
+        values) under `weights`.
+      weights: `(..., M)`, the weights of the last update.
     """
 
     state: Float[Array, "*batch d"]
@@ -67,13 +67,13 @@ class Convergence(NamedTuple):
     """Result of `converge`, row by row.
 
     Attributes:
-      pattern: `(..., d)`, the retrieved pattern (or value), the mean of the memories
-        under `weights`.
-      weights: `(..., M)`, those of the last update.
-      features: `(..., D)`, what the last update made of them: the mean of the keys
+      pattern: `(..., d)`, the retrieved pattern (or value): the mean of the memories
+        (or values) under `weights`.
+      weights: `(..., M)`, the weights of the last update.
+      features: `(..., D)`, the features after the last update: the mean of the keys
         under `weights`, for `Cosine` of unit length; float32 for half precision.
-      energy: `(...)`, of the features; None if the model has no energy.
-      steps: `(...)`, int32, updates used.
+      energy: `(...)`, the energy of the features; None if the model has no energy.
+      steps: `(...)`, int32, the number of updates.
       converged: `(...)`, whether the features moved by no more than the tolerance.
     """
 
@@ -89,11 +89,12 @@ class Trajectory(NamedTuple):
     """Result of `trajectory`.
 
     Attributes:
-      patterns: `(..., steps + 1, d)`, the query and what each update retrieves.
-      features: `(..., steps + 1, D)`, those of the query and after each update, for
-        `Cosine` of unit length; float32 for half precision.
-      energies: `(..., steps + 1)`, of the features, never rising; None if the model has
-        no energy.
+      patterns: `(..., steps + 1, d)`, the query and the pattern retrieved by each
+        update.
+      features: `(..., steps + 1, D)`, the features of the query and after each update,
+        for `Cosine` of unit length; float32 for half precision.
+      energies: `(..., steps + 1)`, the energies of the features, which never rise; None
+        if the model has no energy.
     """
 
     patterns: Float[Array, "*batch steps_plus_1 d"]
@@ -118,10 +119,10 @@ def retrieve(
     With one step and `Softmax` this is attention with keys `memories` and values
     `values`.
 
-    Several steps go from features to features. That is one step several times, each
-    from the pattern retrieved before, but where a pattern between two steps says less
-    than its features: for `Cosine`, whose keys are of unit length whatever the norms of
-    the memories, for weights that do not sum to one with a centred kernel, and with
+    Several steps pass features, not patterns, from update to update. Calling `retrieve`
+    with one step several times, each time on the last pattern, gives the same result
+    with three exceptions: for `Cosine`, whose keys have unit length whatever the norms
+    of the memories; for weights that do not sum to one with a centred kernel; and with
     `values`.
 
     Args:
@@ -132,8 +133,8 @@ def retrieve(
       separation: maps scaled overlaps to weights over the memories.
       similarity: overlap of states with memories; larger is closer.
       steps: number of updates, at least 1.
-      values: what the last weights average, `(M, v)`; the memories by default. Earlier
-        updates always average the memories (hetero-association).
+      values: rows `(M, v)` that the last weights average; the memories by default.
+        Earlier updates always average the memories (hetero-association).
       mask: true for valid memories.
       observed: true for known components of the query.
 
@@ -165,12 +166,12 @@ def converge(
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
 ) -> Convergence:
-    r"""Applies updates to each row until it stands still [lemma:convergence].
+    r"""Applies updates to each query until its features converge [lemma:convergence].
 
-    A row stops by itself, so that it does not depend on the rows beside it. Gradients
-    are those of the fixed point (implicit function theorem): exact where the row has
-    converged, zero in `query`, and in memory that does not grow with the number of
-    steps.
+    Each query stops by itself, so that its result does not depend on other queries.
+    Gradients are the gradients of the fixed point (implicit function theorem). They are
+    exact where the query has converged, and zero in `query`. Their memory does not grow
+    with the number of steps.
 
     Args:
       memories: stored patterns.
@@ -178,15 +179,16 @@ def converge(
       beta: inverse temperature, positive.
       separation: maps scaled overlaps to weights over the memories.
       similarity: overlap of states with memories; larger is closer.
-      max_steps: cap on the updates of a row, at least 1.
-      tolerance: a row has converged once no component of its features moves by more
-        than this, relative to the largest component; None is 16 units of rounding.
-      values: what the last weights average; the memories by default.
+      max_steps: largest number of updates of a query, at least 1.
+      tolerance: a query has converged when no component of its features moves by more
+        than this, relative to the largest component; None is 16 times the machine
+        epsilon.
+      values: rows that the last weights average; the memories by default.
       mask: true for valid memories.
       observed: true for known components of the query.
 
     Returns:
-      `Convergence`; rows that reached the cap have `converged` false.
+      `Convergence`; queries that reached `max_steps` first have `converged` false.
 
     Raises:
       ValueError: if an argument is out of range, or shapes do not fit.
@@ -213,7 +215,7 @@ def trajectory(
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
 ) -> Trajectory:
-    """What every update retrieves, with its features and their energy.
+    """The pattern, the features and the energy after every update.
 
     Args:
       memories: stored patterns.
@@ -249,7 +251,7 @@ def energy(
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
 ) -> Float[Array, "*batch"]:
-    r"""Energy of the features of states, which an update never raises.
+    r"""Energy of the features of states; an update never raises it.
 
     - `Dot`: :math:`K(x, x)/2 - \Psi^\star(\beta, K(\Xi, x))` [eqn:eng-fn], with the
       conjugate :math:`\Psi^\star(\beta, z) = \mathrm{conjugate}(\beta z)/\beta` (the
@@ -257,9 +259,9 @@ def energy(
     - `Cosine`: :math:`-\Psi^\star(\beta, \bar K(\Xi, x))`.
     - `NegativeSquaredL2`: :math:`-\Psi^\star(\beta, -\|\Xi - x\|^2)`.
 
-    Features themselves, such as those of `trajectory`, are states among the keys:
-    `energy(similarity.keys(memories), features, ...)` with the similarity without its
-    kernel is their energy.
+    The energy of features, such as `Trajectory.features`, is
+    `energy(similarity.keys(memories), features, ...)` under the same similarity without
+    its kernel.
 
     Args:
       memories: stored patterns.
@@ -271,7 +273,7 @@ def energy(
       observed: true for known components of the query.
 
     Returns:
-      One energy a state, in the working dtype (float32 for half precision).
+      One energy for each state, in the working dtype (float32 for half precision).
 
     Raises:
       ValueError: if the model has no energy, or as in `retrieve`.
@@ -291,7 +293,7 @@ def has_energy(separation: Separation, similarity: Similarity) -> bool:
     """Whether the model has an energy that its update never raises.
 
     Raises:
-      ValueError: if either is of another type.
+      ValueError: if `separation` is no separation or `similarity` is no similarity.
     """
     check_separation(separation)
     check_similarity(similarity)
@@ -303,7 +305,7 @@ def has_energy(separation: Separation, similarity: Similarity) -> bool:
 
 
 def check_iterable(similarity: Similarity) -> None:
-    """Refuses a kernel that has one update only."""
+    """Refuses a kernel that maps memories and queries differently."""
     kernel = similarity.kernel
     if kernel is not None and not kernel.has_energy:
         raise ValueError(
@@ -313,6 +315,7 @@ def check_iterable(similarity: Similarity) -> None:
 
 
 def _name(x: Any) -> str:
+    """Name of the type of a separation or similarity, with the type of its kernel."""
     kernel = getattr(x, "kernel", None)
     inner = "" if kernel is None else f"({type(kernel).__name__})"
     return f"{type(x).__name__}{inner}"
@@ -333,20 +336,20 @@ def _retrieve(model: Model, steps: int) -> Retrieval:
 
 @functools.partial(jax.jit, static_argnames="steps")
 def _trajectory(model: Model, steps: int) -> Trajectory:
-    known = has_energy(model.separation, model.similarity)
+    with_energy = has_energy(model.separation, model.similarity)
 
     def run(row: Row) -> Trajectory:
         def step(y: Array, _: None) -> tuple[Array, Any]:
             new = row.update(y)
             return new, Trajectory(
-                row.read_out(y)[0], new, row.energy(new) if known else None
+                row.read_out(y)[0], new, row.energy(new) if with_energy else None
             )
 
         y = row.start()
-        first = Trajectory(row.model.query, y, row.energy(y) if known else None)
+        first = Trajectory(row.model.query, y, row.energy(y) if with_energy else None)
         _, rest = lax.scan(step, y, None, length=steps)
         return jax.tree.map(
-            lambda one, others: jnp.concatenate([one[None], others]), first, rest
+            lambda head, tail: jnp.concatenate([head[None], tail]), first, rest
         )
 
     return over_rows(model, run)
@@ -359,7 +362,7 @@ def _energy(model: Model) -> Array:
 
 @functools.partial(jax.jit, static_argnames="max_steps")
 def _converge(model: Model, max_steps: int, tolerance: ArrayLike) -> Convergence:
-    known = has_energy(model.separation, model.similarity)
+    with_energy = has_energy(model.separation, model.similarity)
 
     def run(row: Row) -> Convergence:
         y, steps, converged = fixed_point(
@@ -371,7 +374,7 @@ def _converge(model: Model, max_steps: int, tolerance: ArrayLike) -> Convergence
             pattern,
             weights,
             features,
-            row.energy(features) if known else None,
+            row.energy(features) if with_energy else None,
             steps + 1,
             converged,
         )

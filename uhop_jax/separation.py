@@ -1,14 +1,14 @@
 r"""Separation functions: from overlaps to weights over the memories.
 
-Each separation is a frozen pytree with two methods that cannot disagree: `__call__`
-gives the weights, `conjugate` the convex function whose gradient they are. All act on
-the last axis, leading axes are free. Nothing sorts: every step is a sum or a maximum
-over the memory axis, so it fuses, vectorises and shards.
+Each separation is a frozen pytree. `__call__` gives the weights; `conjugate`, where a
+separation has one, is the convex function whose gradient the weights are. All methods
+act on the last axis; leading axes are free. Nothing sorts: every step is a sum or a
+maximum over the memory axis, so it fuses, vectorises and shards.
 
 A masked entry (`where` false, or an overlap of `-inf`) has weight zero and gradient
-zero whatever its value, NaN included; a row without any valid entry has all-zero
-weights and conjugate zero. Half precision is computed in float32 and returned as it
-came.
+zero whatever its value, NaN included. A row without any valid entry has all-zero
+weights and conjugate zero. Half-precision overlaps are computed in float32 and their
+results returned in half precision.
 """
 
 import abc
@@ -50,8 +50,8 @@ class Separation(abc.ABC):
     Attributes:
       normalized: whether the weights of a row sum to one.
       has_conjugate: whether the weights are the gradient of `conjugate`.
-      shift_invariant: whether the weights stay where they are when all overlaps of a
-        row grow by the same, and the conjugate then grows by that.
+      shift_invariant: whether adding a constant to all overlaps of a row leaves the
+        weights as they are and adds the constant to the conjugate.
     """
 
     normalized: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class Separation(abc.ABC):
         """Weights over the last axis, in the dtype of `z`.
 
         Args:
-          z: overlaps already multiplied by the inverse temperature.
+          z: overlaps multiplied by the inverse temperature.
           where: true for valid entries; broadcasts against `z`.
 
         Returns:
@@ -88,11 +88,11 @@ class Separation(abc.ABC):
         """The convex function of each row whose gradient is `__call__`.
 
         Args:
-          z: overlaps already multiplied by the inverse temperature.
+          z: overlaps multiplied by the inverse temperature.
           where: true for valid entries; broadcasts against `z`.
 
         Returns:
-          One value a row; zero for a row without a valid entry.
+          One value for each row; zero for a row without a valid entry.
 
         Raises:
           ValueError: if this separation has no conjugate, or as in `__call__`.
@@ -108,7 +108,7 @@ class Separation(abc.ABC):
         *,
         where: Bool[Array, "*#batch M"] | None = None,
     ) -> Float[Array, "*batch M"]:
-        """Weights at `beta * overlaps`, right where that product overflows as well.
+        """Weights at `beta * overlaps`, correct even where the product overflows.
 
         Args:
           overlaps: finite overlaps.
@@ -149,9 +149,9 @@ class Separation(abc.ABC):
         return self._tempered_conjugate(*prepared).astype(dtype)
 
     def margin(self) -> ArrayLike:
-        """Lead of the largest entry from which on the weights are exactly one-hot.
+        """The least lead of the largest entry at which weights are exactly one-hot.
 
-        Infinite for separations whose weights are never exactly one-hot.
+        The margin is infinite if weights are never exactly one-hot.
         """
         return jnp.inf
 
@@ -160,21 +160,25 @@ class Separation(abc.ABC):
         return
 
     @abc.abstractmethod
-    def _weights(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]: ...
+    def _weights(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
+        """Weights, zero where `z` is `-inf`."""
 
     def _conjugate(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch"]:
+        """The convex function of each row, zero for a row of `-inf`."""
         raise TypeError(f"{type(self).__name__} declares a conjugate but defines none")
 
     def _tempered(self, overlaps: Array, beta: Array, where: Any) -> Array:
+        """`tempered` for prepared arguments."""
         top = self._reference(overlaps, where)
         return self._weights(scaled_about(overlaps, top, beta, where))
 
     def _tempered_conjugate(self, overlaps: Array, beta: Array, where: Any) -> Array:
+        """`tempered_conjugate` for prepared arguments."""
         top = self._reference(overlaps, where)
         return self._conjugate(scaled_about(overlaps, top, beta, where)) / beta + top
 
     def _reference(self, overlaps: Array, where: Any) -> Array:
-        """What is taken off the overlaps `(...,)` before `beta` multiplies them."""
+        """Number `(...,)` to subtract from the overlaps before `beta` scales them."""
         if self.shift_invariant:
             return largest_valid(overlaps, where)
         return jnp.zeros(overlaps.shape[:-1], overlaps.dtype)
@@ -186,6 +190,7 @@ class Separation(abc.ABC):
             )
 
     def _prepare_both(self, overlaps: Any, beta: Any, where: Any) -> tuple[Any, ...]:
+        """Checked overlaps, `beta (...,)` and `where`, and the dtype of the result."""
         overlaps, dtype = self._prepare(overlaps, None)
         if where is not None:
             where = broadcast_rows("where", as_boolean("where", where), overlaps.shape)
@@ -194,6 +199,7 @@ class Separation(abc.ABC):
         return overlaps, beta, where, dtype
 
     def _prepare(self, z: Any, where: Any) -> tuple[Array, Any]:
+        """Checked overlaps, `-inf` where masked, and the dtype of the result."""
         self.check()
         z = as_floating(z, "z")
         dtype = z.dtype
@@ -217,15 +223,16 @@ def largest_valid(overlaps: Array, where: Any) -> Array:
 def scaled_about(overlaps: Array, top: Array, beta: Array, where: Any) -> Array:
     """`beta * (overlaps - top)`, `-inf` where masked.
 
-    The product can overflow, to a weight of zero, but the largest overlap cannot.
+    The largest entry cannot overflow. Smaller entries can overflow to `-inf`, which
+    gives weight zero.
     """
-    # A difference that is infinite would be a NaN in the gradient of `beta`.
+    # An infinite difference would give NaN in the gradient of `beta`.
     limit = float(jnp.finfo(overlaps.dtype).max)
     z = beta[..., None] * jnp.clip(overlaps - top[..., None], -limit, limit)
     return z if where is None else jnp.where(where, z, -jnp.inf)
 
 
-# Outside of `jax.jit` a loop would be compiled anew at every call.
+# Without `jax.jit` every call would compile the loops again.
 @jax.jit
 def _jit_weights(separation: Separation, z: Array) -> Array:
     return separation._weights(z)
@@ -238,11 +245,11 @@ def _jit_conjugate(separation: Separation, z: Array) -> Array:
 
 @jax.custom_jvp
 def _exp_about(z: Array, top: Array) -> Array:
-    """`exp(z - top)` about a constant `top`; one where they are equal, or infinite.
+    """`exp(z - top)` for a constant `top`; exactly one where `z == top`.
 
-    XLA may fuse the product that made `z` into the difference and round it once only.
-    The largest then differs from itself by the rounding of that product, which beyond
-    1e9 exceeds the range of the exponential.
+    XLA may fuse the product that made `z` into the difference, without rounding the
+    product. `z - top` at the maximum is then the rounding error of the product instead
+    of zero. For products beyond 1e9 its exponential overflows.
     """
     return jnp.exp(jnp.where(z == top, 0.0, z - top))
 
@@ -254,9 +261,9 @@ def _exp_about_jvp(primals, tangents):
 
 
 def _exponentials(z: Array, null: Array | None) -> tuple[Array, Array, Array]:
-    """The maximum `(..., 1)`, and about it the exponentials and their sum.
+    """The maximum `(..., 1)`, and the exponentials about it `(..., M)` and their sum.
 
-    `null (..., 1)`, if any, is one more entry.
+    `null (..., 1)`, if given, is one more entry in the maximum and in the sum.
     """
     top = jnp.max(z, axis=-1, keepdims=True, initial=-jnp.inf)
     top = top if null is None else jnp.maximum(top, null)
@@ -269,7 +276,7 @@ def _exponentials(z: Array, null: Array | None) -> tuple[Array, Array, Array]:
 
 
 def _softmax(z: Array, null: Array | None) -> Array:
-    """Weights of the entries, not that of `null`."""
+    """Softmax weights `(..., M)` of the entries; the weight of `null` is dropped."""
     _, e, total = _exponentials(z, null)
     return e / total
 
@@ -299,11 +306,11 @@ class Softmax(Separation):
 
 @frozen_pytree
 class Softmax1(Separation):
-    r"""Softmax with a null memory: one more entry, of overlap zero and value zero.
+    r"""Softmax with a null memory: one more entry with overlap zero and value zero.
 
-    Weights :math:`p_\mu = e^{z_\mu} / (1 + \sum_\nu e^{z_\nu})`, so that a query that
-    matches nothing retrieves almost nothing (Hu et al. 2024, OutEffHop); conjugate
-    :math:`\log(1 + \sum_\nu e^{z_\nu})`.
+    Weights :math:`p_\mu = e^{z_\mu} / (1 + \sum_\nu e^{z_\nu})`, conjugate
+    :math:`\log(1 + \sum_\nu e^{z_\nu})`. A query that matches no memory retrieves
+    almost zero (Hu et al. 2024, OutEffHop).
     """
 
     normalized: ClassVar[bool] = False
@@ -323,7 +330,10 @@ class Softmax1(Separation):
         return _log_sum_exp(z, null) / beta + top
 
     def _with_null(self, overlaps, beta, where):
-        """Scaled overlaps and that of the null memory, about the largest of them."""
+        """Scaled overlaps `(..., M)` and null overlap `(..., 1)`, and their maximum.
+
+        Both are relative to the maximum `(...,)`, which is not scaled.
+        """
         top = jnp.maximum(largest_valid(overlaps, where), 0.0)
         z = scaled_about(overlaps, top, beta, where)
         return z, -(beta * top)[..., None], top
@@ -340,25 +350,25 @@ class Entmax(Separation):
 
     :math:`\mathrm{entmax}_\alpha(z) = \arg\max_{p \in \Delta} \langle p, z\rangle -
     \Omega_\alpha(p)` with :math:`\Omega_\alpha(p) = \sum_i (p_i^\alpha - p_i) / (\alpha
-    (\alpha - 1))` [eqn:entmax; the sign of eqn:T_entropy corrected]. Dense at `alpha =
-    1` (softmax), sparse above, sparsemax at 2. The derivatives are closed-form, that in
-    `alpha` included (Correia et al. 2019, Prop. 1, in a form that is right at `alpha =
-    1`), and have derivatives themselves.
+    (\alpha - 1))` [eqn:entmax; the sign of eqn:T_entropy corrected]. The weights are
+    dense at `alpha = 1` (softmax) and sparse above; `alpha = 2` is sparsemax. The
+    derivatives in the overlaps and in `alpha` are in closed form (Correia et al. 2019,
+    Prop. 1, in a form that holds at `alpha = 1` too) and can be differentiated again.
 
-    Rows sum to one at every `alpha`, and weights are as exact as their overlaps allow:
-    beyond 2 they are steep. Overlaps that differ by :math:`\delta` can have weights
-    that differ by :math:`((\alpha - 1) \delta)^{1 / (\alpha - 1)}`: the rounding of an
-    overlap of one in float32, 6e-8, is worth 3e-4 at `alpha = 3`, 0.02 at 5, 0.2 at 10.
-    Derivatives grow as :math:`p^{2 - \alpha}` and stop at the square root of
-    the largest float.
+    Rows sum to one at every `alpha`. Above `alpha = 2` weights are steep functions of
+    the overlaps: overlaps that differ by :math:`\delta` can have weights that differ by
+    :math:`((\alpha - 1) \delta)^{1 / (\alpha - 1)}`. The rounding of an overlap of one
+    in float32, 6e-8, can change a weight by 3e-4 at `alpha = 3`, by 0.02 at 5 and by
+    0.2 at 10. Derivatives grow as :math:`p^{2 - \alpha}`; this factor is capped at the
+    square root of the largest float.
 
     Attributes:
       alpha: index, at least 1 and finite; a number or an array that broadcasts against
-        the leading axes of the overlaps (one a row, one a head). Under `jax.jit`, where
-        it cannot be checked, any other `alpha` gives NaN. To learn it, see
-        `bounded_alpha`.
-      power: static; a `Power` that serves every `alpha` to come, as layers know it.
-        None compiles all three and chooses when it sees `alpha`: 1.5 and 2 need no
+        the leading axes of the overlaps (for example, one `alpha` for each row or each
+        head). Under `jax.jit`, where values cannot be checked, an invalid `alpha` gives
+        NaN. To learn `alpha`, see `bounded_alpha`.
+      power: static; the `Power` to use for every `alpha`, if the caller knows one. None
+        compiles all three and chooses by the value of `alpha`: 1.5 and 2 need no
         transcendental functions.
     """
 
@@ -383,7 +393,7 @@ class Entmax(Separation):
         return entmax_conjugate(z, self._aligned(z))
 
     def _aligned(self, z: Array) -> Array:
-        """`alpha` in the dtype of `z` with as many axes, NaN where it is wrong."""
+        """`alpha` in the dtype of `z` with as many axes, NaN where it is invalid."""
         alpha = valid_alpha(jnp.asarray(self.alpha).astype(z.dtype))
         if alpha.ndim == 0:
             return alpha.reshape((1,) * z.ndim)
@@ -391,7 +401,7 @@ class Entmax(Separation):
 
 
 def valid_alpha(alpha: Array) -> Array:
-    """NaN where it is below 1 or infinite: those have no weights."""
+    """`alpha`, or NaN where it is below 1 or infinite: entmax is not defined there."""
     return jnp.where((alpha >= 1) & (alpha < jnp.inf), alpha, jnp.nan)
 
 
@@ -400,9 +410,9 @@ def bounded_alpha(
 ) -> Float[Array, "*shape"]:
     """An `alpha` in the open range `(low, high)` from an unbounded parameter.
 
-    `low + (high - low) sigmoid(raw)`, kept off both ends by a small multiple of the
-    precision, so that no optimiser can push a learned `alpha` out of the range in which
-    `Entmax` is defined and the energy falls.
+    `low + (high - low) sigmoid(raw)`, kept from both ends by a small multiple of the
+    machine epsilon. No optimiser can therefore push a learned `alpha` out of the range
+    in which `Entmax` is defined and the energy falls.
 
     Args:
       raw: unbounded parameter; zero gives the middle of the range.
@@ -428,7 +438,8 @@ class Sparsemax(Separation):
     r"""Euclidean projection onto the simplex, `alpha = 2` [eqn:sparsemax_exact].
 
     The separation of the sparse Hopfield model (Hu et al. 2023), by the sort-free
-    algorithm of Michelot (1986). Exactly one-hot from a margin of one on.
+    algorithm of Michelot (1986). Weights are exactly one-hot if the largest overlap
+    exceeds all other overlaps by at least one.
     """
 
     shift_invariant: ClassVar[bool] = True
@@ -448,9 +459,10 @@ class Sparsemax(Separation):
 class Polynomial(Separation):
     r"""Rectified polynomial of dense associative memory (Krotov & Hopfield 2016).
 
-    Weights :math:`[z_\mu]_+^n / \sum_\nu [z_\nu]_+^n`. Homogeneous: the inverse
-    temperature has no effect. No gradient of any function, hence no conjugate. All-zero
-    if no overlap is positive.
+    Weights :math:`[z_\mu]_+^n / \sum_\nu [z_\nu]_+^n`, all zero if no overlap is
+    positive. The weights do not depend on the scale of the overlaps, so the inverse
+    temperature has no effect. They are not the gradient of any function, so there is no
+    conjugate.
 
     Attributes:
       degree: `n`, at least 1.
@@ -469,20 +481,22 @@ class Polynomial(Separation):
         return powers / jnp.where(total == 0, 1.0, total)
 
     def _tempered(self, overlaps, beta, where):
-        del beta  # has no effect
+        del beta  # weights do not depend on the scale of the overlaps
         if where is not None:
             overlaps = jnp.where(where, overlaps, -jnp.inf)
         return self._weights(overlaps)
 
 
 def _largest_positive(z: Array) -> Array:
+    """The largest entry of each row `(..., 1)`, at least zero."""
     return lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True, initial=0.0))
 
 
 def rectified_power(z: Array, unit: Array, degree: int) -> Array:
-    """`[z / unit]_+^degree`, zero for a unit of zero; infinity is the largest float.
+    """`[z / unit]_+^degree`, zero for a unit of zero.
 
-    The inverse of a unit next to that float is subnormal, which devices flush to zero.
+    Infinite overlaps count as the largest float. A unit near the largest float is first
+    scaled down: its inverse is subnormal, and devices flush subnormal numbers to zero.
     """
     largest = float(jnp.finfo(z.dtype).max)
     unit = jnp.minimum(unit, largest)
@@ -495,11 +509,11 @@ def rectified_power(z: Array, unit: Array, degree: int) -> Array:
 class TopK(Separation):
     r"""Softmax over exactly the `k` largest overlaps; ties go to the lower index.
 
-    Its conjugate is the `logsumexp` of the `k` largest, convex as a maximum over
-    subsets.
+    The conjugate is the `logsumexp` of the `k` largest overlaps. It is convex as the
+    maximum of the `logsumexp` over all subsets of `k` overlaps.
 
     Attributes:
-      k: how many memories keep a weight, at least 1 and at most their number.
+      k: number of memories with a weight, at least 1 and at most `M`.
     """
 
     shift_invariant: ClassVar[bool] = True
@@ -532,14 +546,15 @@ def _kth_largest(z: Array, k: int) -> Array:
     """The `k`-th largest entry of each row `(..., 1)`."""
     size = math.isqrt(z.shape[-1] // k)
     if size > 7:
-        # They lie in the `k` strides with the largest maxima: look there alone.
+        # All `k` largest entries are in the `k` strides with the largest maxima.
         padding = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % size)]
         z = jnp.pad(z, padding, constant_values=-jnp.inf)
         z = z.reshape(*z.shape[:-1], size, -1)
         best = lax.top_k(z.max(-2), k)[1]
         z = jnp.take_along_axis(z, best[..., None, :], axis=-1)
         z = z.reshape(*z.shape[:-2], k * size)
-    # Bit by bit from the top, in unsigned integers ordered as the floats are.
+    # The bits of the result are found from the highest to the lowest, in unsigned
+    # integers in the order of the floats.
     keys = ordered_bits(z)
     bits, unsigned = jnp.finfo(z.dtype).bits, keys.dtype
 
@@ -556,7 +571,10 @@ def _kth_largest(z: Array, k: int) -> Array:
 
 
 def _is_among(z: Array, threshold: Array, k: int) -> Array:
-    """Which entries are the `k` largest, given the last of them; the first of ties."""
+    """Which entries are the `k` largest, for the `k`-th largest entry `threshold`.
+
+    Of entries equal to the threshold those with the lowest indices count.
+    """
     index = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
 
     def count(chosen: Array) -> Array:
@@ -570,7 +588,7 @@ def _is_among(z: Array, threshold: Array, k: int) -> Array:
         fits = count((z == threshold) & (index < middle)) <= room
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
 
-    # Mostly there is room for all that equal the threshold, and nothing to halve.
+    # Without ties all entries that equal the threshold count, and no step is needed.
     high = jnp.full_like(room, z.shape[-1])
     low = jnp.where(count(z == threshold) <= room, high, 0)
     end, _ = lax.while_loop(lambda x: jnp.any(x[1] - x[0] > 1), halve, (low, high))
@@ -588,7 +606,7 @@ SEPARATIONS: dict[str, type[Separation]] = {
 
 
 def check_separation(separation: Any) -> None:
-    """Refuses what is no separation, or has a parameter out of range."""
+    """Refuses anything but a separation with parameters in range."""
     if not isinstance(separation, Separation):
         names = ", ".join(c.__name__ for c in SEPARATIONS.values())
         raise ValueError(f"separation must be one of {names}, got {separation!r}")
@@ -596,14 +614,14 @@ def check_separation(separation: Any) -> None:
 
 
 def separation_from_name(name: str, **parameters: Any) -> Separation:
-    """The separation of that name, as configs and command lines spell it.
+    """The separation with the name that configs and command lines use.
 
     Args:
-      name: a key of `SEPARATIONS`.
-      **parameters: its fields, such as `alpha`.
+      name: `softmax`, `softmax1`, `entmax`, `sparsemax`, `polynomial` or `topk`.
+      **parameters: fields of the separation, such as `alpha`.
 
     Raises:
-      ValueError: if the name, or that of a field, is unknown (the choices are listed).
+      ValueError: if the name or a parameter is unknown; the message lists the choices.
     """
     check_choice("separation", name, SEPARATIONS)
     fields = [field.name for field in dataclasses.fields(SEPARATIONS[name])]  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Memories over many devices: placement alone, the functions stay the same.
+"""Memories split over several devices, for the same functions as on one device.
 
-`retrieve` on memories that are split by rows sums over the devices and never gathers
-the memories; Stage I compares all pairs of them, so there it is the components that are
-split, and every Gram matrix is a sum over the devices.
+For retrieval the rows are split: `retrieve` sums over the devices and never gathers the
+memories. For Stage I, which compares all pairs of memories, the components are split:
+every Gram matrix is a sum over the devices.
 """
 
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ class Sharded(NamedTuple):
     """Result of `shard_memories`.
 
     Attributes:
-      memories: `(M, d)`, padded with zero rows to a multiple of the devices.
-      mask: `(M,)`, true for the rows that are memories; None if none was added. Pass
-        it to `retrieve`.
+      memories: `(M, d)`, padded with zero rows to a multiple of the number of devices.
+      mask: `(M,)`, true for memories, false for padding; None without padding. Pass it
+        to `retrieve`.
     """
 
     memories: Float[Array, "M d"]
@@ -32,13 +32,13 @@ class Sharded(NamedTuple):
 
 
 def memory_mesh(shards: int | None = None) -> Mesh:
-    """A mesh of one axis, `memories`, over the devices of all processes.
+    """A mesh with one axis, named `memories`, over the devices of all processes.
 
     Args:
-      shards: how many devices; None is all.
+      shards: number of devices; None is all devices.
 
     Raises:
-      ValueError: if there are fewer devices.
+      ValueError: if `shards` exceeds the number of devices.
     """
     devices = jax.devices()
     shards = len(devices) if shards is None else shards
@@ -60,21 +60,22 @@ def shard_memories(
 ) -> Sharded:
     """Splits memories over the devices of a mesh.
 
-    Several processes each call it with the same memories (a file that all of them map
-    will do: each reads its own rows).
+    In a run of several processes every process calls it with the same memories. If the
+    memories are a memory-mapped file, each process reads its own rows only.
 
     Args:
-      memories: stored patterns, one per row; values are split the same way.
-      mesh: one axis of type `AxisType.Auto`, as `memory_mesh` makes.
-      over: `memories`, rows split, for retrieval; or `components`, columns split, for
-        Stage I, whose kernel is then split likewise.
+      memories: stored patterns, one per row. Split the values of a hetero-association
+        by the same call.
+      mesh: a mesh with one axis of type `AxisType.Auto`, as from `memory_mesh`.
+      over: `memories` splits the rows, for retrieval; `components` splits the columns,
+        for Stage I, and the columns of the kernel that it learns.
 
     Returns:
       `Sharded`.
 
     Raises:
-      ValueError: if the mesh does not fit, or `d` is not a multiple of the devices
-        where components are split.
+      ValueError: if the mesh does not fit, `memories` are no array `(M, d)`, or
+        components are split and `d` is no multiple of the number of devices.
     """
     check_choice("over", over, ("memories", "components"))
     if len(mesh.axis_names) != 1 or mesh.axis_types != (AxisType.Auto,):
@@ -104,13 +105,13 @@ def shard_memories(
 
 
 def _placed(x: Any, shape: tuple[int, ...], split: NamedSharding) -> Array:
-    """Each device gets its own part alone, missing rows as zeros."""
+    """The array `shape` split over devices; rows that `x` lacks are zero."""
     dtype = jnp.asarray(np.zeros((), x.dtype)).dtype
 
     def part(index: Any) -> np.ndarray:
-        here = np.asarray(x[index])
+        local = np.asarray(x[index])
         rows = len(range(*index[0].indices(shape[0])))
-        missing = ((0, rows - len(here)), *(((0, 0),) * (here.ndim - 1)))
-        return np.pad(here, missing).astype(dtype)
+        padding = ((0, rows - len(local)), *(((0, 0),) * (local.ndim - 1)))
+        return np.pad(local, padding).astype(dtype)
 
     return jax.make_array_from_callback(shape, split, part)

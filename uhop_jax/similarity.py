@@ -1,16 +1,17 @@
 r"""Similarities: how a state is compared with the memories.
 
-A similarity is a comparison (dot product, cosine, a distance) in the space of a feature
-map: the raw patterns (`kernel=None`) or a learned kernel, :math:`K(u, v) = \langle
-\Phi(u), \Phi(v) \rangle`. Larger is closer; distances are negated here, once. `Dot(W)`
-is the paper's kernel [eqn:linear_kernel], `Cosine(W)` its angular form.
+A similarity is a comparison (dot product, cosine, a distance) in a space of features:
+the raw patterns (`kernel=None`) or the features `Phi` of a kernel, :math:`K(u, v) =
+\langle \Phi(u), \Phi(v) \rangle`. Larger is closer: a distance becomes a similarity by
+a minus sign. `Dot(W)` is the paper's kernel [eqn:linear_kernel], `Cosine(W)` its
+angular form.
 
-The retrieval dynamics run on the state `y = Phi(x)`, for which every linear kernel
-gives the paper's update. Each similarity therefore says how memories become `keys`, how
-a query becomes a `state`, how the two compare, and which state follows from a set of
-weights.
+The retrieval dynamics run on the state `y = Phi(x)`, on which every linear kernel gives
+the paper's update. Each similarity therefore defines how memories become `keys`, how a
+query becomes a `state`, how states compare with keys, and which state follows from
+weights over the keys.
 
-Similarities are frozen pytrees whose only leaves are those of their kernels.
+Similarities are frozen pytrees; their only leaves are the leaves of their kernels.
 """
 
 import abc
@@ -33,7 +34,7 @@ from uhop_jax._products import contract, shifted, weigh
 from uhop_jax._pytree import frozen_pytree, varying_alike
 from uhop_jax.kernels import Kernel
 
-COMPONENTS = 16  # of patterns, which distances sum at a time
+COMPONENTS = 16  # number of components that distances sum at a time
 
 
 class Similarity(abc.ABC):
@@ -43,8 +44,8 @@ class Similarity(abc.ABC):
 
     Attributes:
       kernel: the feature map, or None for the raw patterns.
-      comparison_has_energy: whether an update provably never raises an energy.
-      needs_normalized: whether that holds only if the weights sum to one.
+      comparison_has_energy: whether an energy is known that an update never raises.
+      needs_normalized: whether weights must sum to one for this energy.
     """
 
     comparison_has_energy: ClassVar[bool] = False
@@ -64,8 +65,8 @@ class Similarity(abc.ABC):
         Args:
           memories: stored patterns, one per row.
           query: states to compare.
-          observed: true for the known components of the query; the overlaps, and the
-            norms in them, are over those alone, and the others may hold anything.
+          observed: true for the known components of the query; overlaps and norms are
+            restricted to them, and unknown components may have any value.
 
         Returns:
           Overlaps, in float32 for half-precision patterns, else in their dtype.
@@ -87,12 +88,12 @@ class Similarity(abc.ABC):
             return self.compare(keys, self.state(query, observed), observed)
 
         flat = query.reshape(-1, query.shape[-1])
-        seen = jnp.broadcast_to(observed, query.shape).reshape(flat.shape)
-        rows = jax.lax.map(row, (flat, seen), batch_size=8)
+        flat_observed = jnp.broadcast_to(observed, query.shape).reshape(flat.shape)
+        rows = jax.lax.map(row, (flat, flat_observed), batch_size=8)
         return rows.reshape(*query.shape[:-1], memories.shape[0])
 
     def gram(self, memories: Float[Array, "M d"]) -> Float[Array, "M M"]:
-        """Overlaps of the memories among themselves, `K(xi_mu, xi_nu)`."""
+        """Overlaps of the memories with one another, `K(xi_mu, xi_nu)`."""
         return self(memories, memories)
 
     def keys(
@@ -100,7 +101,7 @@ class Similarity(abc.ABC):
         memories: Float[Array, "M d"],
         observed: Bool[Array, " d"] | None = None,
     ) -> Float[Array, "M D"]:
-        """What states are compared with."""
+        """Features of the memories, with which states are compared."""
         if self.kernel is None:
             return memories
         return self.kernel.memory_features(memories, observed)
@@ -110,7 +111,7 @@ class Similarity(abc.ABC):
         query: Float[Array, "*batch d"],
         observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch D"]:
-        """The state in which the query begins."""
+        """The first state: the features of the query."""
         if self.kernel is not None:
             return self.kernel.query_features(query, observed)
         if observed is None:
@@ -136,23 +137,25 @@ class Similarity(abc.ABC):
         return self._combine(keys, weights, self._restriction(observed))
 
     def self_energy(self, state: Float[Array, "*batch D"]) -> Float[Array, "*batch"]:
-        """The part of the energy that is not the conjugate of the overlaps."""
+        """The term of the energy beside the conjugate of the overlaps."""
         return jnp.zeros(state.shape[:-1], working_dtype(state))
 
     def has_energy(self) -> bool:
-        """Whether comparison and kernel allow an energy."""
+        """Whether the comparison and the kernel both have an energy."""
         kernel_allows = self.kernel is None or self.kernel.has_energy
         return self.comparison_has_energy and kernel_allows
 
     @abc.abstractmethod
-    def _compare(self, keys: Array, state: Array, restrict: Any) -> Array: ...
+    def _compare(self, keys: Array, state: Array, restrict: Any) -> Array:
+        """`compare` over the components where `restrict` is true; None is all."""
 
     def _combine(self, keys: Array, weights: Array, restrict: Any) -> Array:
+        """`combine` over the components where `restrict` is true; None is all."""
         state = weigh(weights, keys)
         return state if restrict is None else jnp.where(restrict, state, 0.0)
 
     def _restriction(self, observed: Any) -> Any:
-        """Kernels take `observed` into their features; raw patterns need it here."""
+        """`observed` for raw patterns; None for a kernel, whose features use it."""
         return observed if self.kernel is None else None
 
 
@@ -181,10 +184,9 @@ class Cosine(Similarity):
     r"""The cosine, or with a kernel the angular kernel.
 
     :math:`\bar K(u, v) = \langle \Phi(u), \Phi(v) \rangle / (\|\Phi(u)\| \|\Phi(v)\|)`.
-    The dynamics live on the sphere of features: the next state is the normalised
-    weighted mean of the normalised keys, which never raises :math:`E(y) =
-    -\Psi^\star(\beta, \langle \bar\Phi(\xi), y \rangle)`. A zero vector has cosine zero
-    with everything.
+    The states are unit vectors: the next state is the normalised weighted mean of the
+    normalised keys. It never raises :math:`E(y) = -\Psi^\star(\beta, \langle
+    \bar\Phi(\xi), y \rangle)`. A zero vector has cosine zero with every vector.
     """
 
     comparison_has_energy: ClassVar[bool] = True
@@ -212,7 +214,7 @@ class Cosine(Similarity):
 
 @frozen_pytree
 class NegativeSquaredL2(Similarity):
-    r"""Minus the squared Euclidean distance, summed from differences (no expansion).
+    r"""Minus the squared Euclidean distance, summed over squared differences.
 
     Energy :math:`E(x) = -\Psi^\star(\beta, -\|\Xi - x\|^2)`, never raised by a
     separation whose weights sum to one.
@@ -231,7 +233,7 @@ class NegativeSquaredL2(Similarity):
 class NegativeL2(Similarity):
     """Minus the Euclidean distance (Millidge et al. 2022).
 
-    No energy is known that its update never raises.
+    No energy is known that an update never raises.
     """
 
     kernel: Kernel | None = None
@@ -246,7 +248,7 @@ class NegativeL2(Similarity):
 class NegativeL1(Similarity):
     """Minus the Manhattan distance (Millidge et al. 2022).
 
-    No energy is known that its update never raises.
+    No energy is known that an update never raises.
     """
 
     kernel: Kernel | None = None
@@ -258,7 +260,7 @@ class NegativeL1(Similarity):
 def _normalize(x: Array) -> Array:
     """Unit vectors in at least float32; zero stays zero, with zero gradient."""
     x = x.astype(working_dtype(x))
-    # Scaling by the largest component first keeps tiny and huge vectors exact.
+    # Scaling by the largest component keeps squares of tiny or huge vectors in range.
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
     x = x / jnp.where(scale == 0, 1.0, scale)
     squared = (x * x).sum(-1, keepdims=True)
@@ -268,13 +270,13 @@ def _normalize(x: Array) -> Array:
 def _restricted_inverse_norm(keys: Array, restrict: Array) -> Array:
     """`1 / ||keys||` over the observed components, zero for a zero norm."""
     squared = contract(restrict.astype(keys.dtype), keys * keys)
-    # Nothing is left of a key of which less than rounding is observed.
-    none = squared <= float(jnp.finfo(keys.dtype).eps) ** 2
-    return jnp.where(none, 0.0, 1 / jnp.sqrt(jnp.where(none, 1.0, squared)))
+    # An observed part below the rounding of the unit key counts as zero.
+    zero = squared <= float(jnp.finfo(keys.dtype).eps) ** 2
+    return jnp.where(zero, 0.0, 1 / jnp.sqrt(jnp.where(zero, 1.0, squared)))
 
 
 def _restricted(keys: Array, state: Array, restrict: Any) -> tuple[Array, Array, Any]:
-    """Keys, states and a 0/1 weight of their components, in the working dtype."""
+    """Keys, states and 0/1 weights of components (or None), in one working dtype."""
     dtype = wider_dtype(keys, state, jnp.zeros((), jnp.float32))
     keys, state = keys.astype(dtype), state.astype(dtype)
     if restrict is not None:
@@ -283,12 +285,12 @@ def _restricted(keys: Array, state: Array, restrict: Any) -> tuple[Array, Array,
 
 
 def _sum_over_components(
-    term: Callable[[Array], Array], keys: Array, state: Array, seen: Any
+    term: Callable[[Array], Array], keys: Array, state: Array, observed: Any
 ) -> Array:
-    """`sum_j seen_j term(state_j - key_j)` of every state with every key, `(..., M)`.
+    """`sum_j observed_j term(state_j - key_j)` of all states with all keys `(..., M)`.
 
-    A few components at a time: the differences `(..., M, D)` are never stored, and
-    vector units work along the memories.
+    The sum takes `COMPONENTS` components at a time: the differences `(..., M, D)` are
+    never stored, and the work vectorises over the memories.
     """
     size = max(min(COMPONENTS, keys.shape[-1]), 1)
     groups = -(-keys.shape[-1] // size)
@@ -300,43 +302,45 @@ def _sum_over_components(
 
     @jax.checkpoint
     def add(total: Array, group: tuple[Array, Array, Any]) -> tuple[Array, None]:
-        key, at, weight = group
-        key = key.reshape(size, *(1,) * (state.ndim - 1), keys.shape[0])
+        key_group, state_group, weight = group
+        key_group = key_group.reshape(size, *(1,) * (state.ndim - 1), keys.shape[0])
         part = jnp.zeros_like(total)
         for j in range(size):
-            one = term(at[j][..., None] - key[j])
-            part = part + (one if weight is None else one * weight[j][..., None])
+            summand = term(state_group[j][..., None] - key_group[j])
+            if weight is not None:
+                summand = summand * weight[j][..., None]
+            part = part + summand
         return total + part, None
 
     total = jnp.full_like(state, 0, shape=(*state.shape[:-1], keys.shape[0]))
-    return jax.lax.scan(add, total, jax.tree.map(in_groups, (keys, state, seen)))[0]
+    return jax.lax.scan(add, total, jax.tree.map(in_groups, (keys, state, observed)))[0]
 
 
 def _absolute(x: Array) -> Array:
-    """`|x|`, whose slope at zero is zero, unlike that of `abs`."""
+    """`|x|` with derivative zero at zero, unlike `jnp.abs`."""
     return x * jax.lax.stop_gradient(jnp.sign(x))
 
 
 @jax.custom_jvp
-def _squared_distance(keys: Array, state: Array, seen: Any) -> Array:
-    """`sum_j seen_j (state_j - key_j)^2`, of differences, so that nothing cancels."""
-    return _sum_over_components(jnp.square, keys, state, seen)
+def _squared_distance(keys: Array, state: Array, observed: Any) -> Array:
+    """`sum_j observed_j (state_j - key_j)^2`, from differences: nothing cancels."""
+    return _sum_over_components(jnp.square, keys, state, observed)
 
 
 @_squared_distance.defjvp
 def _squared_distance_jvp(primals, tangents):
-    keys, state, seen = primals
+    keys, state, observed = primals
     dkeys, dstate, _ = tangents
-    # Products of matrices, about the mean of the keys so that little cancels.
+    # Matrix products, with the mean of the keys as origin so that little cancels.
     center = jax.lax.stop_gradient(keys.mean(0))
     keys_c, state_c = shifted(keys, center), shifted(state, center)
     lift = (1,) * (state.ndim - 1)
-    if seen is not None:
+    if observed is not None:
         tangent = (
-            (seen * state_c * dstate).sum(-1, keepdims=True)
-            + contract(seen, keys_c * dkeys)
-            - contract(seen * dstate, keys_c)
-            - contract(seen * state_c, dkeys)
+            (observed * state_c * dstate).sum(-1, keepdims=True)
+            + contract(observed, keys_c * dkeys)
+            - contract(observed * dstate, keys_c)
+            - contract(observed * state_c, dkeys)
         )
     else:
         tangent = (
@@ -345,11 +349,11 @@ def _squared_distance_jvp(primals, tangents):
             - contract(dstate, keys_c)
             - contract(state_c, dkeys)
         )
-    return _squared_distance(keys, state, seen), 2 * tangent
+    return _squared_distance(keys, state, observed), 2 * tangent
 
 
 def check_similarity(similarity: Any) -> None:
-    """Refuses what is no similarity."""
+    """Refuses anything but a similarity."""
     if not isinstance(similarity, Similarity):
         raise ValueError(
             f"similarity must be one of {', '.join(c.__name__ for c in _CLASSES)}, "
@@ -412,10 +416,14 @@ _CLASSES = tuple(SIMILARITIES.values())
 
 
 def similarity_from_name(name: str, kernel: Kernel | None = None) -> Similarity:
-    """The similarity of that name, as configs and command lines spell it.
+    """The similarity with the name that configs and command lines use.
+
+    Args:
+      name: `dot`, `cosine`, `squared_l2`, `l2` or `l1`.
+      kernel: the feature map, or None for the raw patterns.
 
     Raises:
-      ValueError: if the name is unknown (the choices are listed).
+      ValueError: if the name is unknown; the message lists the choices.
     """
     check_choice("similarity", name, SIMILARITIES)
     return SIMILARITIES[name](kernel)  # type: ignore[call-arg]

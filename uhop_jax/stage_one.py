@@ -1,15 +1,16 @@
-r"""Stage I: learn the kernel that pushes the stored patterns apart.
+r"""Stage I: learn a kernel that separates the stored patterns.
 
 - `fit`: any Optax optimiser on `W` (Algorithm 1).
-- `fit_sgd`: gradient descent with any schedule and momentum, run on `M x M` matrices
-  where that is cheaper. The same iterates, whatever `d` and `D`.
+- `fit_sgd`: gradient descent with any schedule and momentum. It runs on `M x M`
+  matrices where they are cheaper, with the same iterates.
 
-With a falling temperature and restarts: `uhop_jax.uhop_plus`. Without iterations:
-`uhop_jax.closed_form`, `uhop_jax.likelihood`.
+`uhop_jax.uhop_plus` has Stage I with a falling temperature and restarts.
+`uhop_jax.closed_form` and `uhop_jax.likelihood` need no iterations.
 
-All take one memory set `(M, d)` or a batch `(sets, M, d)`, fitted in one compiled call.
-Start kernels have the scale of the paper's `W ~ N(0, 1)`, under which :math:`K(u, v)`
-is about `d` times the dot product: compare kernels at their own best `beta`.
+All functions take one memory set `(M, d)` or a batch `(sets, M, d)`, fitted in one
+compiled call. Start kernels have the scale of the paper's `W ~ N(0, 1)`, under which
+:math:`K(u, v)` is about `d` times the dot product: compare kernels at their own best
+`beta`.
 """
 
 import functools
@@ -56,14 +57,15 @@ Fitted = LinearKernel | LowRankKernel
 
 
 class StageOne(NamedTuple):
-    """Result of an iterative fit; batches of memory sets add a leading axis to all.
+    """Result of an iterative fit; a batch of memory sets adds a leading axis to all.
 
     Attributes:
       kernel: the fitted kernel; `kernel.weights` is the matrix `W`.
-      loss: `(steps + 1,)`, the separation loss before each step, and of the kernel.
-      delta_min: `(steps + 1,)`, the smallest separation, `1 - max cos`, likewise.
-      snapshots: kernels `(snapshots, D, d)` after the steps asked for, their rows
-        normalised if those of the kernel are, or None.
+      loss: `(steps + 1,)`, the separation loss before each step, and of `kernel`.
+      delta_min: `(steps + 1,)`, the smallest separation `1 - max cos` before each step,
+        and of `kernel`.
+      snapshots: kernels `(snapshots, D, d)` after the requested steps, with normalised
+        rows if `normalize_rows` was true; None if no steps were requested.
     """
 
     kernel: Fitted
@@ -82,6 +84,12 @@ def gaussian_start(
       dimension: `d` of the patterns.
       features: `D`, by default `d`. The noise that the random projection adds to every
         overlap falls as `1 / sqrt(D)`.
+
+    Returns:
+      A `LinearKernel` in the default float dtype.
+
+    Raises:
+      ValueError: if the key is no key, or a dimension is no positive integer.
     """
     check_key(key)
     check_count("dimension", dimension, 1)
@@ -93,12 +101,15 @@ def gaussian_start(
 def identity_start(dimension: int) -> LowRankKernel:
     r"""The deterministic start, `W_0 = sqrt(d) I`, as a kernel of rank 0.
 
-    Also the limit of `gaussian_start` as `D` grows, with `W_0` scaled by `sqrt(d / D)`:
-    Stage I depends on `W_0` only through :math:`A_0 = W_0^T W_0`, which tends to `d I`.
-    It has the scale of the paper's start and none of its noise.
+    It is the limit of `gaussian_start` as `D` grows, with `W_0` scaled by `sqrt(d /
+    D)`: Stage I depends on `W_0` only through :math:`A_0 = W_0^T W_0`, which tends to
+    `d I`. It has the scale of the paper's start without the noise.
 
     Args:
       dimension: `d` of the patterns.
+
+    Raises:
+      ValueError: if the dimension is no positive integer.
     """
     check_count("dimension", dimension, 1)
     scale = jnp.asarray(float(dimension) ** 0.5)
@@ -122,24 +133,24 @@ def fit(
 
     Args:
       memories: stored patterns, one per row.
-      optimizer: an Optax transformation; make it once and reuse it, since each new
-        object compiles anew.
+      optimizer: an Optax transformation. Create it once and reuse it: each new object
+        compiles a new program.
       steps: number of updates; 0 returns the start.
-      start: kernel to begin with; None is `identity_start`.
+      start: initial kernel; None is `identity_start`.
       kind: separation loss, see `separation_loss`.
-      t: its scale.
+      t: scale of the loss.
       normalize: whether features are compared on the sphere.
-      pairs: which pairs it averages.
+      pairs: pairs that the loss averages, see `separation_loss`.
       normalize_rows: scale each row of the final `W` to unit norm (Algorithm 1, line
         4).
       snapshots: steps after which to keep the kernel, each in `[0, steps]`.
 
     Returns:
-      `StageOne`.
+      `StageOne`, in at least float32.
 
     Raises:
-      ValueError: if the memories are fewer than two, hold duplicates, NaN or infinity,
-        or an argument is out of range.
+      ValueError: if the memories are fewer than two or have duplicates, NaN or
+        infinity, or an argument is out of range.
     """
     loss, memories, start, t, marks = _stage_one_arguments(
         memories, steps, start, kind, t, normalize, pairs, snapshots
@@ -171,33 +182,34 @@ def fit_sgd(
 ) -> StageOne:
     r"""Gradient descent on a separation loss [algorithm1], in the cheaper space.
 
-    Every gradient in `W` lies in the span of the memories, and so does a velocity:
-    :math:`W_n = W_0 - U_n \Xi` with `U_n` in the span of :math:`W_0 \Xi^T`, and the
-    recursion needs `M x M` matrices alone. An iteration then costs `O(M^3)` whatever
-    `d` and `D` are, against `O(M d D)`. From `identity_start` the result is a
-    `LowRankKernel`, and nothing of size `d x d` is ever built.
+    Every gradient in `W` lies in the span of the memories, and so does every velocity:
+    :math:`W_n = W_0 - U_n \Xi` with `U_n` in the span of :math:`W_0 \Xi^T`. The
+    recursion therefore needs `M x M` matrices only. An iteration costs `O(M^3)` instead
+    of `O(M d D)`, whatever `d` and `D` are. From `identity_start` the result is a
+    `LowRankKernel`, and no `d x d` matrix is built.
 
     Args:
       memories: stored patterns, one per row.
-      rate: step size in units of `d`: `W` moves by `rate * d` times the gradient, so
-        the paper's learning rate is `rate * d` and one rate means the same for every
-        `d`. A number, one for each step, or an Optax schedule; a negative rate climbs,
-        as half of the runs behind the paper's scatter plot do.
+      rate: step size in units of `d`: `W` moves by `rate * d` times the gradient. The
+        paper's learning rate is `rate * d`; a rate has the same effect for every `d`. A
+        number, an array `(steps,)`, or an Optax schedule. A negative rate increases the
+        loss, as in half of the runs of the paper's scatter plot.
       steps: number of updates; 0 returns the start.
       momentum: heavy-ball momentum, in `[0, 1)`.
-      start: kernel to begin with; None is `identity_start`. The Gram path needs one
+      start: initial kernel; None is `identity_start`. The path `gram` needs a start
         without a centre.
       kind: separation loss, see `separation_loss`.
-      t: its scale.
+      t: scale of the loss.
       normalize: whether features are compared on the sphere.
-      pairs: which pairs it averages.
+      pairs: pairs that the loss averages, see `separation_loss`.
       normalize_rows: scale each row of the final `W` to unit norm (Algorithm 1, line
         4).
       snapshots: steps after which to keep the kernel, each in `[0, steps]`.
-      path: `gram`, `weights`, or `auto` (by the number of operations).
+      path: `gram` iterates on `M x M` matrices, `weights` on `W`; `auto` takes the path
+        with fewer operations.
 
     Returns:
-      `StageOne`.
+      `StageOne`, in at least float32.
 
     Raises:
       ValueError: as in `fit`.
@@ -213,7 +225,7 @@ def fit_sgd(
     M, d = memories.shape[-2:]
     if path == "auto":
         D = start.weights.shape[-2] if _is_dense(start) else d
-        # Four products of M x M x M a step, against two of M x d x D.
+        # A step costs four products of M x M x M, or two products of M x d x D.
         path = "gram" if _center(start) is None and 2 * M * M < d * D else "weights"
     rates = _rates(rate, steps).astype(memories.dtype) * d
     momentum = jnp.asarray(momentum).astype(memories.dtype)
@@ -236,6 +248,11 @@ def fit_sgd(
 def _stage_one_arguments(
     memories, steps, start, kind, t, normalize, pairs, snapshots
 ) -> tuple[Loss, Array, Fitted, Array, tuple[int, ...]]:
+    """Checks the arguments that `fit` and `fit_sgd` share.
+
+    Returns:
+      The loss, the memories, the start, `t` and the steps of snapshots.
+    """
     check_choice("separation loss", kind, LOSSES)
     check_choice("pairs", pairs, PAIRS)
     check_count("steps", steps, 0)
@@ -269,11 +286,12 @@ def _is_dense(start: Fitted) -> bool:
 
 
 def _center(start: Fitted) -> Array | None:
+    """The centre of a kernel, None without one."""
     return start.center if isinstance(start, LinearKernel) else None
 
 
 def _rates(rate: ArrayLike | optax.Schedule, steps: int) -> Array:
-    """Step sizes `(steps,)` of a number or a schedule."""
+    """Step sizes `(steps,)` of a number, an array or a schedule."""
     if callable(rate):
         rate = jax.vmap(rate)(jnp.arange(steps))
     rate = as_floating(rate, "rate")
@@ -295,7 +313,7 @@ def _fit_weights(
     loss: Loss,
     optimizer: optax.GradientTransformation | None,
     steps: int,
-    kept: int,
+    number_kept: int,
     normalize_rows: bool,
     memories: Array,
     start: Fitted,
@@ -304,15 +322,15 @@ def _fit_weights(
     rates: Array | None = None,
     momentum: Array | None = None,
 ) -> StageOne:
-    """Stage I on `W`, by the optimiser, or by SGD with the rates and momentum given."""
+    """Stage I on `W`, by the optimiser, or without one by SGD at the given rates."""
     if optimizer is None:
         assert rates is not None
-        rates = jnp.append(rates, 0.0)  # even no steps are traced with a rate
+        rates = jnp.append(rates, 0.0)  # tracing reads a rate even for zero steps
         optimizer = optax.sgd(rates.__getitem__, momentum)
     center = _center(start)
     if center is not None:
         memories = memories - center[None]
-    if loss.normalize:  # the loss as a function of W is the same
+    if loss.normalize:  # scaled memories give the same loss as a function of `W`
         memories = scaled_rows(memories)
 
     def body(carry, step):
@@ -324,15 +342,15 @@ def _fit_weights(
         return (optax.apply_updates(weights, updates), state, slots), history
 
     weights, order = start.weights, jnp.sort(marks)
-    slots = jnp.full_like(weights, 0, shape=(kept, *weights.shape))
+    slots = jnp.full_like(weights, 0, shape=(number_kept, *weights.shape))
     carry = (weights, optimizer.init(weights), slots)
     (weights, _, slots), history = lax.scan(body, carry, jnp.arange(steps))
     slots = _record(slots, order, steps, weights)[jnp.searchsorted(order, marks)]
     if normalize_rows:
         weights, slots = _unit_rows(weights), _unit_rows(slots)
     snapshots = None
-    if kept:
-        centers = None if center is None else jnp.tile(center, (kept, 1))
+    if number_kept:
+        centers = None if center is None else jnp.tile(center, (number_kept, 1))
         snapshots = LinearKernel(slots, centers)
     kernel = LinearKernel(weights, center)
     last = descend(memories, weights, loss, t)[0]
@@ -343,7 +361,7 @@ def _fit_weights(
 def _fit_gram(
     loss: Loss,
     steps: int,
-    kept: int,
+    number_kept: int,
     normalize_rows: bool,
     memories: Array,
     start: Fitted,
@@ -354,50 +372,53 @@ def _fit_gram(
 ) -> StageOne:
     r"""Stage I by SGD on `B`, where :math:`W = W_0 (I - \Xi^T B\, \Xi)`.
 
-    With :math:`G = \Xi \Xi^T` and `A` the Gram matrix of the first features
-    :math:`\Xi W_0^T`, those of `W` are :math:`E^T \Xi W_0^T` with :math:`E = I - B G`,
-    their Gram matrix is :math:`Q = E^T A E`, and the gradient in `W` is :math:`W_0
-    \Xi^T (2 E S) \Xi` with `S` the symmetric part of :math:`dL/dQ`.
+    Let :math:`G = \Xi \Xi^T`, let `A` be the Gram matrix of the first features
+    :math:`\Xi W_0^T`, and let :math:`E = I - B G`. The features under `W` are
+    :math:`E^T \Xi W_0^T`, with the Gram matrix :math:`Q = E^T A E`. The gradient in `W`
+    is :math:`W_0 \Xi^T (2 E S) \Xi` with `S` the symmetric part of :math:`dL/dQ`.
     """
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    if loss.normalize:  # the loss as a function of W is the same
+    if loss.normalize:  # scaled memories give the same loss as a function of `W`
         memories = scaled_rows(memories)
-    given, center = memories, memories.mean(0, keepdims=True)
-    if loss.of_distances:  # so it is about any origin
+    uncentered, center = memories, memories.mean(0, keepdims=True)
+    if loss.of_distances:  # distances do not depend on the origin
         memories = memories - center
     first = start.memory_features(memories)
     G = gram_matrix(memories)
     identity = jnp.eye(G.shape[-1], dtype=G.dtype)
     if loss.of_distances:
-        # Coordinates of the first features and of the center, no more than there are.
-        both = jnp.concatenate([first, start.memory_features(center)])
-        both = jnp.linalg.qr(both.T, mode="r").T
-        along = contract(memories, center)
+        # Coordinates of the first features and of the centre in an orthonormal basis of
+        # their span, of dimension at most M + 1.
+        coordinates = jnp.concatenate([first, start.memory_features(center)])
+        coordinates = jnp.linalg.qr(coordinates.T, mode="r").T
+        center_products = contract(memories, center)
     else:
         A = gram_matrix(first)
 
-    def judged(B: Array) -> tuple[tuple[Array, Array], Array]:
+    def evaluate(B: Array) -> tuple[tuple[Array, Array], Array]:
+        """Loss and `delta_min` at `B`, and the slope `2 E S`."""
         E = identity - product(B, G)
         if not loss.of_distances:
             Q = product(E.T, product(A, E))
             value, slope = _loss_and_slope(loss, t, Q)
             return (value, delta_min_of_gram(Q)), product(E, slope)
-        features = product(E.T, both[:-1])
+        features = product(E.T, coordinates[:-1])
         value, slope = _loss_and_slope(loss, t, features)
-        middle = both[-1:] - product(product(B, along).T, both[:-1])
-        whole = gram_matrix(features + middle)
-        return (value, delta_min_of_gram(whole)), product(E, slope)
+        shift = product(product(B, center_products).T, coordinates[:-1])
+        center_features = coordinates[-1:] - shift
+        gram = gram_matrix(features + center_features)
+        return (value, delta_min_of_gram(gram)), product(E, slope)
 
     def body(carry, inputs):
         B, velocity, slots = carry
         rate, step = inputs
         slots = _record(slots, order, step, B)
-        history, slope = judged(B)
+        history, slope = evaluate(B)
         velocity = momentum * velocity + slope
         return (B + rate * velocity, velocity, slots), history
 
     zero, order = jnp.zeros_like(G), jnp.sort(marks)
-    carry = (zero, zero, jnp.full_like(zero, 0, shape=(kept, *zero.shape)))
+    carry = (zero, zero, jnp.full_like(zero, 0, shape=(number_kept, *zero.shape)))
     (B, _, slots), history = lax.scan(body, carry, (rates, jnp.arange(steps)))
     slots = _record(slots, order, steps, B)[jnp.searchsorted(order, marks)]
 
@@ -410,12 +431,12 @@ def _fit_gram(
         weights = start.weights - product(first.T, right)
         return LinearKernel(_unit_rows(weights) if normalize_rows else weights)
 
-    snapshots = lax.map(kernel, slots) if kept else None
+    snapshots = lax.map(kernel, slots) if number_kept else None
     fitted = kernel(B)
-    if normalize_rows:  # of W itself, which its Gram matrix does not show
-        last = descend(given, fitted.weights, loss, t)[0]
+    if normalize_rows:  # `B` does not describe a `W` with normalised rows
+        last = descend(uncentered, fitted.weights, loss, t)[0]
     else:
-        last = judged(B)[0]
+        last = evaluate(B)[0]
     return _result(fitted, snapshots, history, last)
 
 
@@ -427,7 +448,7 @@ def descend(
     features = contract(memories, weights)
     gram = gram_matrix(features)
     delta = delta_min_of_gram(gram)
-    if loss.of_distances:  # the same about any origin, and fewer digits cancel
+    if loss.of_distances:  # distances do not depend on the origin; less cancels here
         memories = memories - memories.mean(0, keepdims=True)
         features = contract(memories, weights)
     value, slope = _loss_and_slope(loss, t, features if loss.of_distances else gram)
@@ -436,9 +457,9 @@ def descend(
 
 
 def _loss_and_slope(loss: Loss, t: Array, x: Array) -> tuple[Array, Array]:
-    """The loss, and twice the symmetric part of its slope in the Gram matrix.
+    """The loss, and twice the symmetric part of its derivative in the Gram matrix.
 
-    Of the features `x (M, D)` for a loss of distances, else of their Gram matrix `x`.
+    `x` is the features `(M, D)` for a loss of distances, else their Gram matrix.
     """
     if not loss.of_distances:
         value, slope = jax.value_and_grad(loss_of_gram)(x, loss, t)
@@ -450,7 +471,11 @@ def _loss_and_slope(loss: Loss, t: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _record(slots: Array, order: Array, step: ArrayLike, value: Array) -> Array:
-    """Writes into the slot of the first mark not yet passed: each keeps its step."""
+    """Writes `value` into the slot of the first mark at or after `step`.
+
+    Later steps overwrite the slot up to the step of the mark, so that in the end each
+    slot has the value at the step of its mark.
+    """
     if slots.shape[0] == 0:
         return slots
     slot = jnp.searchsorted(order, step, side="left")
@@ -464,6 +489,7 @@ def _result(
     history: tuple[Array, Array],
     last: tuple[Array, Array],
 ) -> StageOne:
+    """The result, with the last loss and `delta_min` appended to the history."""
     losses, deltas = (
         jnp.concatenate([h, jnp.asarray(x)[None]])
         for h, x in zip(history, last, strict=True)
@@ -472,5 +498,6 @@ def _result(
 
 
 def _unit_rows(weights: Array) -> Array:
+    """Rows scaled to unit norm; a zero row stays zero."""
     squared = (weights * weights).sum(-1, keepdims=True)
     return weights / jnp.sqrt(jnp.where(squared == 0, 1.0, squared))

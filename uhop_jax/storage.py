@@ -1,7 +1,7 @@
 """Kernels, similarities, memories and calibrations as files: learn once, query later.
 
-A file is an uncompressed `.npz`: the arrays, and a description in JSON of the types
-that hold them. Nothing is pickled, and loading builds types of this library alone.
+A file is an uncompressed `.npz` with the arrays and a JSON description of the objects
+that contain them. Nothing is pickled: loading creates only types of this library.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _TYPES: dict[str, type] = {
     and cls is not corruption.Corruption
 }
 _VERSION = 1
-DEEPEST = 50  # descriptions within descriptions
+DEEPEST = 50  # largest depth of nested descriptions
 
 
 def _is_kernel(x: Any) -> bool:
@@ -50,15 +50,15 @@ def _is_kernel(x: Any) -> bool:
 def save(path: str | Path, tree: Any) -> Path:
     """Saves a kernel, similarity, separation, memory, calibration or corruption.
 
-    The file appears whole or not at all: an earlier one of that name is replaced only
-    once everything is written. Of several writers at once, the last one wins.
+    The file is written completely or not at all: an existing file is replaced only
+    after everything is written. If several processes write, the last one wins.
 
     Args:
-      path: file to write; `.npz` is added and directories are made if missing.
-      tree: what to save.
+      path: file to write. The suffix `.npz` and missing directories are added.
+      tree: the object to save, or a tuple of such objects.
 
     Returns:
-      The path written.
+      The path of the file.
 
     Raises:
       ValueError: if the type cannot be saved, or a kernel holds NaN.
@@ -83,12 +83,12 @@ def save(path: str | Path, tree: Any) -> Path:
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Calls `write` with a path of its own, and moves the result to `path` at once.
+    """Writes a file completely or not at all.
 
     Args:
-      path: file to write, in a directory that is there.
-      write: writes the whole file to the path that it is given, which has the ending
-        of `path`.
+      path: file to write, in a directory that exists.
+      write: takes a temporary path with the suffix of `path` and writes the file there;
+        the file is then renamed to `path`.
     """
     partial = path.with_name(
         f".{path.stem[:40]}.{secrets.token_hex(8)}.partial{path.suffix}"
@@ -101,19 +101,19 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def load(path: str | Path) -> Any:
-    """Loads what `save` wrote, bit for bit.
+    """Loads the object in a file of `save`, its arrays bit for bit.
 
-    Without `jax_enable_x64` JAX has no 64-bit arrays: those of a file are rounded to 32
-    bits, with a warning.
+    Without `jax_enable_x64` JAX has no 64-bit arrays: 64-bit arrays of the file are
+    then rounded to 32 bits, with a warning.
 
     Args:
-      path: a file that `save` wrote.
+      path: a file written by `save`.
 
     Returns:
-      An object of the type saved, its arrays on the default device.
+      An object of the saved type, its arrays on the default device.
 
     Raises:
-      ValueError: if the file is missing, damaged, or not one of these.
+      ValueError: if the file is missing, damaged, or was not written by `save`.
     """
     path = user_path(path)
     if not path.is_file():
@@ -122,8 +122,8 @@ def load(path: str | Path) -> Any:
     with reading(path, "file that uhop_jax saved"):
         description = json.loads(str(arrays.pop("description")))
         version, tree = description["uhop_jax"], description["tree"]
-        known = version <= _VERSION
-    if not known:
+        readable = version <= _VERSION
+    if not readable:
         raise ValueError(
             f"{path} has format {version}, this version of uhop_jax reads up to "
             f"{_VERSION}"
@@ -135,6 +135,10 @@ def load(path: str | Path) -> Any:
 
 
 def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+    """The JSON description of a value; its arrays are added to `arrays`.
+
+    `name` is the path of the value in the saved object, such as `tree.kernel.weights`.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"plain": value}
     if isinstance(value, (tuple, list)):
@@ -157,13 +161,13 @@ def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
             f"{name} cannot be saved: got {type(value).__name__}, expected an array or "
             f"one of {', '.join(sorted(_TYPES))}"
         )
-    # NumPy's format has no bfloat16: every array travels as bytes, under its name.
+    # NumPy's format has no bfloat16: every array is stored as bytes.
     arrays[name] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
     return {"array": name, "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
 def _build(node: Any, name: str, arrays: Mapping[str, np.ndarray]) -> Any:
-    """What a description stands for; `name` is its place in the file."""
+    """The object of a description; `name` is its path in the saved object."""
     if name.count(".") > DEEPEST:
         raise ValueError(f"{name[:20]}... is nested more than {DEEPEST} deep")
     match node:
@@ -181,10 +185,11 @@ def _build(node: Any, name: str, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def _array(name: str, stored: Any, dtype: str, shape: list) -> Array:
+    """The array of stored bytes."""
     try:
         array = np.frombuffer(stored.tobytes(), jnp.dtype(dtype)).reshape(shape)
         loaded = jnp.asarray(array)
-    except Exception:  # whatever NumPy and JAX say to odd dtypes and shapes
+    except Exception:  # NumPy and JAX raise many types for invalid dtypes and shapes
         raise ValueError(
             f"{name}: there are no numbers of dtype {dtype} and shape {shape}"
         ) from None
@@ -198,8 +203,9 @@ def _array(name: str, stored: Any, dtype: str, shape: list) -> Array:
 
 
 def _object(cls: type, name: str, nodes: dict, arrays: Mapping[str, np.ndarray]) -> Any:
+    """The dataclass whose fields have the descriptions `nodes`."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    # A field that came later has a default, under which older files mean what they did.
+    # A field that older files lack has a default, which keeps their meaning.
     missing = [field for field in defaults.keys() - nodes.keys()]
     unknown = any(defaults[field] is dataclasses.MISSING for field in missing)
     if unknown or nodes.keys() - defaults.keys():
@@ -221,7 +227,7 @@ def _object(cls: type, name: str, nodes: dict, arrays: Mapping[str, np.ndarray])
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value can be what an annotation says; of arrays, that it is one."""
+    """Whether a value has the type of an annotation; array shapes are not checked."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(value, choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:

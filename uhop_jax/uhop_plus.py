@@ -1,7 +1,7 @@
 """U-Hop+: Stage I with a falling temperature and restarts.
 
-The average separation loss while its scale `t` grows, from several starts; the best
-iterate by `delta_min` is kept.
+Several runs minimise the average separation loss while its scale `t` grows. The iterate
+with the largest `delta_min` is the result.
 """
 
 import functools
@@ -39,28 +39,29 @@ def fit_annealed(
     r"""U-Hop+ (Hu et al. 2024): the average loss with falling temperature and restarts.
 
     On the sphere the loss of U-Hop+ at temperature `tau` is the average loss at `t = 1
-    / (2 tau)` up to a constant, and as `t` grows its minimisers become optimal
-    spherical codes. Adam runs from several Gaussian starts while `t` grows
-    geometrically; the result is the iterate with the largest `delta_min` of all. A
-    linear map can place the memories freely only if they are independent, so `M <= d`.
+    / (2 tau)` up to a constant. As `t` grows its minimisers become optimal spherical
+    codes. Adam runs from several Gaussian starts while `t` grows geometrically; the
+    result is the iterate of all runs with the largest `delta_min`. A linear map can
+    place the memories freely only if they are independent, which needs `M <= d`.
 
-    Only what `W` does to the span of the memories changes the loss, and `M` points span
-    `M` dimensions at most: the runs are on a matrix of at most `M x M`, whatever `d`
-    and `D` are, and the kernel found ignores what is orthogonal to every memory.
+    The loss depends on `W` only through its restriction to the span of the memories,
+    which has at most `M` dimensions. The runs therefore act on a matrix of at most
+    `M x M`, whatever `d` and `D` are. The kernel maps patterns that are orthogonal to
+    every memory to zero.
 
     Args:
       key: random key.
       memories: stored patterns, one per row.
-      features: dimension `D` of the features, by default `d`; of more than `M`, `M`
-        are used.
-      steps: updates of each run.
-      restarts: independent runs, in one compiled call; the first begins at the memories
-        themselves if `features` leaves room for them.
+      features: dimension `D` of the features, by default `d`; at most `M` features are
+        used.
+      steps: number of updates of each run.
+      restarts: number of independent runs, in one compiled call. The first run starts
+        at the memories themselves if `D >= min(M, d)`.
       t_range: first and last `t`.
-      learning_rate: Adam's first rate; it falls to zero along a cosine.
+      learning_rate: first learning rate of Adam; it falls to zero along a cosine.
 
     Returns:
-      `StageOne` with the best kernel and the histories of its run; the loss is at the
+      `StageOne` with the best kernel and the histories of its run; each loss is at the
       `t` of its step.
 
     Raises:
@@ -95,6 +96,7 @@ def fit_annealed(
 def _fit_annealed(
     memories: Array, keys: Array, ts: Array, learning_rate: ArrayLike, features: int
 ) -> StageOne:
+    """`fit_annealed` of one memory set, one run for each of `keys`."""
     basis, coordinates = jnp.linalg.qr(scaled_rows(memories).T)  # (d, r) and (r, M)
     memories = coordinates.T
     M, r = memories.shape
@@ -123,7 +125,8 @@ def _fit_annealed(
             with jax.numpy_dtype_promotion("standard"):  # Optax mixes dtypes
                 updates, state = optimizer.update(gradient, state)
             weights = weights + rate * updates
-            # The loss ignores the scale of W; at a fixed scale a rate means one thing.
+            # The loss does not depend on the scale of `W`: the scale is fixed, so that
+            # the effect of a learning rate does not change during the run.
             return (_unit(weights), state, best, best_delta), (value, delta)
 
         weights = _unit(weights)
