@@ -1,4 +1,4 @@
-"""Which memories a state may see."""
+"""Masks of a layer: which memories a state may see."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from uhop_jax._checks import broadcast_rows, is_traced
 def combined(
     mask: Any, association_mask: Any, shape: tuple[int, ...]
 ) -> Bool[Array, "..."] | None:
-    """Both masks of a layer as one.
+    """Combines both masks of a layer.
 
     Args:
       mask: `(S,)` or `(*batch, S)`, true for valid memories; or None.
@@ -48,7 +48,10 @@ def combined(
 def extended(
     where: Bool[Array, "... S"], learned: int
 ) -> Bool[Array, "... S_plus_learned"]:
-    """With memories of the layer itself behind the others, which all states see."""
+    """The mask with `learned` columns appended, for memories of the layer itself.
+
+    Every state sees the bias pattern and the zero memory.
+    """
     valid = jnp.ones((*where.shape[:-1], learned), bool)
     return jnp.concatenate([where, valid], axis=-1)
 
@@ -59,16 +62,17 @@ def of_attention(
     """The mask of `HopfieldAttention` as an association mask.
 
     Args:
-      mask: what broadcasts to `shape`, boolean or of 0 and 1; or None.
-      is_causal: whether a query sees no key behind its own place.
+      mask: broadcasts to `shape`; boolean, or of 0 and 1 in any dtype; or None.
+      is_causal: whether a query sees no key at a later position.
       shape: `(*batch, heads, L, S)` of the weights.
 
     Returns:
-      `(*batch, 1 or heads, L, S)`, and whether a traced mask has other values, if that
-      can be.
+      The association mask `(*batch, 1 or heads, L, S)`, and a flag, true if a traced
+      mask has values other than 0 and 1; the flag is None if such values are excluded.
 
     Raises:
-      ValueError: if the mask has another shape or other values.
+      ValueError: if the mask does not broadcast, or it is not traced and has values
+        other than 0 and 1.
     """
     mask = jnp.ones((1, 1), bool) if mask is None else jnp.asarray(mask)
     wrong = None
@@ -92,6 +96,7 @@ def of_attention(
 
 
 def _checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:
+    """The boolean mask over memories, of a checked shape."""
     mask = _boolean("mask", mask)
     if mask.shape not in ((S,), (*batch, S)):
         raise ValueError(
@@ -102,6 +107,7 @@ def _checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:
 
 
 def _boolean(name: str, mask: Any) -> Array:
+    """The mask as an array, of a checked dtype."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
         raise ValueError(
