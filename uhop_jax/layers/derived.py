@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 from uhop_jax._checks import as_counts, check_count, check_rate, check_sizes
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.hopfield import Hopfield, Initializer
-from uhop_jax.layers.masks import of_attention
+from uhop_jax.layers.masks import attention_mask
 
 
 class HopfieldPooling(nnx.Module):
@@ -262,22 +262,22 @@ class HopfieldAttention(nnx.Module):
         key = None
         if not deterministic and self.association.dropout:
             key = _drawn(rngs)
-        seen = wrong = None
+        association_mask = invalid = None
         if mask is not None or is_causal:
             q = jnp.shape(inputs_q)
             k = q if inputs_k is None else jnp.shape(inputs_k)
             batch, heads = max(q[:-2], k[:-2], key=len), self.association.num_heads
             shape = (*batch, heads, *q[-2:-1], *k[-2:-1])
-            seen, wrong = of_attention(mask, is_causal, shape)
+            association_mask, invalid = attention_mask(mask, is_causal, shape)
         arguments = inputs_q, inputs_k, inputs_v
-        options: dict[str, Any] = {"key": key, "association_mask": seen}
+        options: dict[str, Any] = {"key": key, "association_mask": association_mask}
         if sow_weights:
             result = self.association.associate(*arguments, **options)
             self.sow(nnx.Intermediate, "attention_weights", result.weights)
             output = result.output
         else:
             output = self.association(*arguments, **options)
-        return output if wrong is None else jnp.where(wrong, jnp.nan, output)
+        return output if invalid is None else jnp.where(invalid, jnp.nan, output)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets the attributes that `nnx.view` changes.
@@ -302,7 +302,7 @@ def _drawn(rngs: Any) -> Array:
     if not isinstance(key, jax.Array):
         raise ValueError(
             "dropout needs rngs=, nnx.Rngs(dropout=...), one of its streams or a key, "
-            f"got {rngs!r}; or say deterministic=True"
+            f"got {rngs!r}; or set deterministic=True"
         )
     return key
 

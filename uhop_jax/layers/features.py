@@ -200,7 +200,8 @@ def as_kernel(module: Any) -> Any:
         module = module()
     if not isinstance(module, nnx.Module):
         raise ValueError(
-            f"kernel must be True, an nnx.Module or make one, got {module!r}"
+            "kernel must be True, an nnx.Module or a function that makes one, got "
+            f"{module!r}"
         )
     other = nnx.All(nnx.Param, nnx.Not(KernelParam))
     converted: dict[int, nnx.Variable] = {}  # a parameter in two places stays one

@@ -25,7 +25,7 @@ from uhop_jax._checks import (
 from uhop_jax.layers.association import HEAD_AXES, Association, map_head_axis
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import LinearFeatures, as_kernel
-from uhop_jax.layers.masks import combined, extended
+from uhop_jax.layers.masks import combined_mask, extended_mask
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
 from uhop_jax.separation import (
     Entmax,
@@ -413,13 +413,13 @@ class Hopfield(nnx.Module):
                 )
 
         shape = (*batch, self.num_heads, state.shape[-2], memories.shape[-2])
-        where, seen = combined(mask, association_mask, shape), None
+        where, visible = combined_mask(mask, association_mask, shape), None
         if where is not None:  # a memory that no state may see may be NaN
-            seen = where.any((-3, -2))
-            by_any = seen.any(tuple(range(len(batch)))) if shared else seen
-            memories = _zero_unless(by_any, memories)
+            visible = where.any((-3, -2))
+            needed = visible.any(tuple(range(len(batch)))) if shared else visible
+            memories = _zero_unless(needed, memories)
             if values is not None:
-                values = _zero_unless(by_any, values)
+                values = _zero_unless(needed, values)
         if self.norm_state is not None:
             state = self.norm_state(state)
         if self.norm_memory is not None:
@@ -431,7 +431,7 @@ class Hopfield(nnx.Module):
         if self.kernel is not None:
             record = getattr(self, "separation_record", None)
             if record is not None:  # set by `separation_losses`
-                self._record(record, state, memories, seen, batch)
+                self._record(record, state, memories, visible, batch)
             state, mapped = self.kernel(state), self.kernel(memories)
 
         late = False  # whether the value projection follows the weighted sum
@@ -454,19 +454,19 @@ class Hopfield(nnx.Module):
         keys = self._extended(keys, self.bias_key)
         read = self._extended(read, self.bias_value)
         if where is not None:
-            where = extended(where, keys.shape[-3] - stored)
+            where = extended_mask(where, keys.shape[-3] - stored)
 
         # Heads are one axis before the last, (..., L, heads, size).
         arguments = query, keys, read, self._beta(), self._alpha(), where
         result = self._over_heads(details, *arguments)
-        output, kept = result.output, result.weights
+        output, weights = result.output, result.weights
         if key is not None and self.dropout:
-            kept = dropped(kept, self.dropout, key)
+            weights = dropped(weights, self.dropout, key)
             if where is not None:  # a weight of zero times NaN is not zero
                 read = _zero_unless(jnp.isfinite(read).all(-1), read)
-            output = jnp.einsum("...hls,...shv->...lhv", kept, read)
+            output = jnp.einsum("...hls,...shv->...lhv", weights, read)
         if late:
-            output = self._projected(output, kept)
+            output = self._projected(output, weights)
         if self.static:
             return map_head_axis(result._replace(output=output), jnp.squeeze)
         if self.out is None:
@@ -570,13 +570,14 @@ class Hopfield(nnx.Module):
 
     def _extended(self, x: Array, bias: nnx.Variable | None) -> Array:
         """`x (..., S, heads, size)` with the bias pattern and the zero memory added."""
-        more = []
+        added = []
         if bias is not None:
-            more.append(bias[...].astype(x.dtype))
+            added.append(bias[...].astype(x.dtype))
         if self.zero_memory:
-            more.append(jnp.zeros(x.shape[-2:], x.dtype))
-        more = [jnp.broadcast_to(m, (*x.shape[:-3], 1, *x.shape[-2:])) for m in more]
-        return jnp.concatenate([x, *more], axis=-3) if more else x
+            added.append(jnp.zeros(x.shape[-2:], x.dtype))
+        shape = (*x.shape[:-3], 1, *x.shape[-2:])
+        added = [jnp.broadcast_to(pattern, shape) for pattern in added]
+        return jnp.concatenate([x, *added], axis=-3) if added else x
 
 
 def _zero_unless(valid: Array, x: Array) -> Array:

@@ -68,8 +68,8 @@ class Seasonal:
         self, inputs: Float[np.ndarray, "B L D"]
     ) -> Float[np.ndarray, "B H D"]:
         check_count("period", self.period, 1, inputs.shape[1])
-        place = np.arange(self.out_len) % self.period - self.period
-        return inputs[:, place]
+        index = np.arange(self.out_len) % self.period - self.period
+        return inputs[:, index]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -413,10 +413,10 @@ class Merge(nnx.Module):
         segments, size = tokens.shape[-2:]
         missing = -segments % self.number
         if missing <= segments:
-            more = tokens[..., segments - missing :, :]
+            padding = tokens[..., segments - missing :, :]
         else:
-            more = jnp.repeat(tokens[..., -1:, :], missing, axis=-2)
-        tokens = jnp.concatenate([tokens, more], axis=-2)
+            padding = jnp.repeat(tokens[..., -1:, :], missing, axis=-2)
+        tokens = jnp.concatenate([tokens, padding], axis=-2)
         grouped = tokens.reshape(*tokens.shape[:-2], -1, self.number * size)
         return self.linear(self.norm(grouped))
 

@@ -167,7 +167,7 @@ def retrieve_streamed(
                 f"got {type(kernel).__name__}"
             )
         observed = jnp.broadcast_to(observed, query.shape).reshape(number, d)
-    dtype = wider_dtype(source.sample, query, *source.more)
+    dtype = wider_dtype(source.sample, query, *source.value_samples)
     working = working_dtype(jnp.zeros((), dtype))
     beta = as_positive("beta", beta, working)
 

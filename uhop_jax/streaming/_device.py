@@ -68,8 +68,8 @@ class Stored(NamedTuple):
         return self.memories
 
     @property
-    def more(self) -> tuple[Array, ...]:
-        """Further arrays whose dtype enters the result's."""
+    def value_samples(self) -> tuple[Array, ...]:
+        """The values, if any, from which their dtype is read."""
         return () if self.values is None else (self.values,)
 
     @property
@@ -95,10 +95,10 @@ def _run_on_device(plan: Plan, model: Model, query: Array, stored: Stored):
         return jnp.pad(x, widths, mode="edge").reshape(-1, size, *x.shape[1:])
 
     def block(parts):
-        query, own = parts
-        return run_queries(driver, plan, Model(model.similarity, *own), query)
+        query, per_query = parts
+        return run_queries(driver, plan, Model(model.similarity, *per_query), query)
 
-    results = lax.map(block, jax.tree.map(split, (query, model.own)))
+    results = lax.map(block, jax.tree.map(split, (query, model.per_query)))
     return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in results)
 
 
@@ -203,7 +203,7 @@ def _backward(plan, update, residuals, cotangents):
 
     The threshold depends on the overlaps, and keeps the sum of the weights fixed. Let
     `a` be the derivative in the threshold of the product of cotangent and result, and
-    `b` the derivative in the threshold of the sum of the weights. The dependence then
+    `b` the derivative in the threshold of the sum of the weights. This dependence
     adds `-a / b` (`share`) to the cotangent of every weight.
     """
     residuals, g = _differentiated_once((residuals, cotangents[0]))
@@ -237,7 +237,7 @@ def _differentiated_once(x: Any) -> Any:
 @_differentiated_once.defjvp
 def _refuse(primals, tangents):
     raise ValueError(
-        "retrieve_streamed has first derivatives alone: take second ones of retrieve"
+        "retrieve_streamed has first derivatives alone: use retrieve for second ones"
     )
 
 
@@ -267,9 +267,9 @@ def _pull_back(model, y, extra, carry, tile: Tile, update):
     by_model, by_y, by_stored = carry
 
     def contribution(smooth, y, memories, values):
-        own = tile._replace(memories=memories, values=values)
+        primal = tile._replace(memories=memories, values=values)
         full = smooth._replace(observed=model.observed)
-        return _contribution(full, y, threshold, own, update)
+        return _contribution(full, y, threshold, primal, update)
 
     smooth = model._replace(observed=None)
     _, pull = jax.vjp(contribution, smooth, y, tile.memories, tile.values)

@@ -111,8 +111,8 @@ class _Pieces:
             return
         pieces = self._open() if self.begun is None else self.begun
         self.begun = None
-        waiting: list[np.ndarray] = []
-        held = rows = 0
+        buffer: list[np.ndarray] = []
+        buffered = rows = 0
         for piece in pieces:
             if piece.shape[1] != self.sample.shape[-1]:
                 raise ValueError(
@@ -121,14 +121,15 @@ class _Pieces:
                 )
             rows += len(piece)
             while len(piece):
-                part, piece = piece[: size - held], piece[size - held :]
-                waiting.append(part.copy())  # the iterator may use its buffer again
-                held += len(part)
-                if held == size:
-                    yield np.concatenate(waiting), size
-                    waiting, held = [], 0
-        if held:
-            yield _padded(np.concatenate(waiting), size)
+                missing = size - buffered
+                part, piece = piece[:missing], piece[missing:]
+                buffer.append(part.copy())  # the iterator may overwrite its array
+                buffered += len(part)
+                if buffered == size:
+                    yield np.concatenate(buffer), size
+                    buffer, buffered = [], 0
+        if buffered:
+            yield _padded(np.concatenate(buffer), size)
         self.count = self.count or rows
         if rows != self.count:
             raise ValueError(
@@ -143,8 +144,8 @@ class _Pieces:
         rows = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
         start = 0
         for block, count in self.blocks(size):
-            here = (index >= start) & (index < start + count)
-            rows[here] = block[index[here] - start]
+            inside = (index >= start) & (index < start + count)
+            rows[inside] = block[index[inside] - start]
             start += count
         return rows
 
@@ -183,11 +184,11 @@ class Read(NamedTuple):
             return cls(pieces, None)
         if isinstance(values, jax.core.Tracer):
             raise ValueError("values are traced, but memories are read on the host")
-        others = _Pieces(values, "values")
-        if others.count is not None and pieces.count is not None:
-            width = pieces.sample.shape[-1], others.sample.shape[-1]
-            check_values((others.count, width[1]), (pieces.count, width[0]))
-        return cls(pieces, others)
+        value_pieces = _Pieces(values, "values")
+        if value_pieces.count is not None and pieces.count is not None:
+            width = pieces.sample.shape[-1], value_pieces.sample.shape[-1]
+            check_values((value_pieces.count, width[1]), (pieces.count, width[0]))
+        return cls(pieces, value_pieces)
 
     @property
     def sample(self) -> Array:
@@ -195,8 +196,8 @@ class Read(NamedTuple):
         return self.memories.sample
 
     @property
-    def more(self) -> tuple[Array, ...]:
-        """Further rows whose dtype enters the result's."""
+    def value_samples(self) -> tuple[Array, ...]:
+        """A row of the values, if any, from which their dtype is read."""
         return () if self.values is None else (self.values.sample,)
 
     @property
@@ -269,8 +270,8 @@ class _OnHost:
         """A pass for the active queries, their number rounded up to a power of two."""
         number = 1 << (len(active) - 1).bit_length()
         index = np.resize(active, number)
-        y, extra, own = jax.tree.map(lambda x: x[index], (y, extra, carry))
-        result = self.fold(step, model.take(index), y, extra, own, update)
+        y, extra, part = jax.tree.map(lambda x: x[index], (y, extra, carry))
+        result = self.fold(step, model.take(index), y, extra, part, update)
         return jax.tree.map(
             lambda whole, new: whole.at[active].set(new[: len(active)]), carry, result
         )
@@ -293,8 +294,8 @@ class _OnHost:
         for block, count in source.memories.blocks(self.size):
             value = None
             if with_values and source.values is not None:
-                value, own = next(values, (None, 0))
-                if own != count:
+                value, value_count = next(values, (None, 0))
+                if value_count != count:
                     raise ValueError("values end before the memories, or after")
             placed = jax.device_put((block, value)), count
             if ahead is not None:

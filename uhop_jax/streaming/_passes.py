@@ -85,27 +85,27 @@ class Model(NamedTuple):
     observed: Array | None = None
 
     @property
-    def own(self) -> tuple[Separation, Array, Array | None]:
-        """The fields with a row for each query."""
+    def per_query(self) -> tuple[Separation, Array, Array | None]:
+        """Separation, beta and observed, which have a row for each query."""
         return self.separation, self.beta, self.observed
 
     def take(self, index: Any) -> "Model":
         """The model of the queries at `index`."""
-        return Model(self.similarity, *jax.tree.map(lambda x: x[index], self.own))
+        return Model(self.similarity, *jax.tree.map(lambda x: x[index], self.per_query))
 
 
 class Threshold(NamedTuple):
     """The threshold of each query, in two parts `(Q,)`.
 
-    The weight of an overlap `z` is a function of `x = beta (z - about) - shift`. For an
-    entmax of `alpha > 2`, `about` is the lowest overlap of the support, and `shift` its
-    weight.
+    The weight of an overlap `z` is a function of `beta (z - reference) - shift`. For an
+    entmax of `alpha > 2`, `reference` is the lowest overlap of the support, and `shift`
+    its weight.
 
-    The sum `beta about + shift` would not do: `beta about` can be infinite, or so large
-    that `shift` is lost in rounding.
+    The sum `beta reference + shift` would not do: `beta reference` can be infinite, or
+    so large that `shift` is lost in rounding.
     """
 
-    about: Array
+    reference: Array
     shift: Array
 
 
@@ -185,10 +185,10 @@ def _finished(separation: Separation, out: Array, total: Array, top: Array):
     """Normalised average, and the threshold, from sums relative to `top`."""
     safe = _safe(total)
     if isinstance(separation, Polynomial):
-        about, shift = top * safe ** (1 / separation.degree), jnp.zeros_like(top)
+        reference, shift = top * safe ** (1 / separation.degree), jnp.zeros_like(top)
     else:
-        about, shift = jnp.where(top == -jnp.inf, 0.0, top), jnp.log(safe)
-    return out / safe[:, None], Threshold(about, shift)
+        reference, shift = jnp.where(top == -jnp.inf, 0.0, top), jnp.log(safe)
+    return out / safe[:, None], Threshold(reference, shift)
 
 
 def _safe(total: Array) -> Array:
@@ -236,7 +236,7 @@ def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: b
 
 
 def _exp2(x: Array) -> Array:
-    """`2^x`; on a CPU with half the operations of XLA's own."""
+    """`2^x`; on a CPU with half the operations of XLA's `exp2`."""
     if x.dtype != jnp.float32:
         return jnp.exp2(x)
     return lax.platform_dependent(x, cpu=_short_exp2, default=jnp.exp2)
@@ -295,7 +295,7 @@ def _entmax_sums(
         )
 
     # A Newton step leaves at most half the square of the error. The last step has no
-    # pass of its own to check it: the pass for the weighted sum does.
+    # separate pass to check it: the pass for the weighted sum does.
     ahead = jnp.sqrt(2 * limit)
     root = driver.when(~likely, lambda: climb(lower, ahead=ahead), lower)
     out, total = weigh_at(root)
@@ -372,20 +372,20 @@ def _lower_bound(model: Model, largest: Array, second: Array):
     return top, e, root, jnp.mean(likely | (e[:, 0] > 1)) > 0.5, guess[:, 0]
 
 
-def _relative(model: Model, z: Array, about: Array) -> Array:
-    """`beta (z - about)`, exactly zero where `z` equals `about`."""
-    return model.beta[:, None].astype(z.dtype) * (z - about[:, None])
+def _relative(model: Model, z: Array, reference: Array) -> Array:
+    """`beta (z - reference)`, exactly zero where `z` equals `reference`."""
+    return model.beta[:, None].astype(z.dtype) * (z - reference[:, None])
 
 
-def _steep_relative(model: Model, z: Array, about: Array) -> Array:
+def _steep_relative(model: Model, z: Array, reference: Array) -> Array:
     """`_relative`, zero where the difference is rounding.
 
     The programs of different passes round matrix products differently. With a large
     `alpha`, a difference of that size would give a weight to a memory outside the
     support, or none to the lowest memory of the support.
     """
-    difference = z - about[:, None]
-    rounding = 8 * float(jnp.finfo(z.dtype).eps) * jnp.abs(about)[:, None]
+    difference = z - reference[:, None]
+    rounding = 8 * float(jnp.finfo(z.dtype).eps) * jnp.abs(reference)[:, None]
     small = jnp.where(jnp.abs(difference) <= rounding, difference, 0.0)
     difference = difference - lax.stop_gradient(small)
     return model.beta[:, None].astype(z.dtype) * difference
@@ -469,9 +469,9 @@ def weigh_tile(model, y, extra, carry, tile: Tile, update):
 
 def _weights_and_slopes(model: Model, z: Array, threshold: Threshold):
     """Weights at a threshold and their slopes in its shift."""
-    about, shift = threshold.about, threshold.shift[:, None]
-    e, power = _exponent(model.separation, about)
-    x = _relative(model, z, about)
+    reference, shift = threshold.reference, threshold.shift[:, None]
+    e, power = _exponent(model.separation, reference)
+    x = _relative(model, z, reference)
 
     def at(power: Power):
         if power is not Power.GENERAL:
@@ -479,7 +479,7 @@ def _weights_and_slopes(model: Model, z: Array, threshold: Threshold):
         steep = e > 1
 
         def both():
-            above = _steep_relative(model, z, about)
+            above = _steep_relative(model, z, reference)
             sums = _entmax.steep_sums(above, jnp.where(steep, shift, 1.0), e)
             plain = exp_and_slope(x, shift, e, power)
             return tuple(map(functools.partial(jnp.where, steep), sums, plain))
@@ -501,21 +501,21 @@ def _average_of_largest(driver: Any, model: Model, y: Array, update: bool):
 def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool):
     """Average and threshold of fetched patterns `(Q, k, d)`, `valid (Q, k)`."""
 
-    def row(y, own, memories, values, valid):
+    def row(y, per_query, memories, values, valid):
         memories = jnp.where(valid[:, None], memories, 0.0)
         if values is not None:
             values = jnp.where(valid[:, None], values, 0.0)
         tile = Tile(memories, values, valid, jnp.zeros((), jnp.int32))
-        one = Model(model.similarity, *jax.tree.map(lambda x: x[None], own))
+        one = Model(model.similarity, *jax.tree.map(lambda x: x[None], per_query))
         keys, z = tile.overlaps(one, y[None])
-        about = largest_valid(z, valid[None])
-        z = scaled_about(z, about, one.beta.astype(z.dtype), valid[None])[0]
+        reference = largest_valid(z, valid[None])
+        z = scaled_about(z, reference, one.beta.astype(z.dtype), valid[None])[0]
         out = weigh(Softmax()(z), tile.averaged(keys, update))
-        threshold = Threshold(about[0], Softmax().conjugate(z))
+        threshold = Threshold(reference[0], Softmax().conjugate(z))
         return out.astype(y.dtype), threshold
 
     memories, values = fetched
-    return jax.vmap(row)(y, model.own, memories, values, valid)
+    return jax.vmap(row)(y, model.per_query, memories, values, valid)
 
 
 def _largest(driver: Any, model: Model, y: Array, k: int) -> tuple[Array, Array]:
@@ -554,20 +554,20 @@ def _top_weights(model: Model, z: Array, threshold: Threshold) -> Array:
 
 def weights_of(model: Model, z: Array, threshold: Threshold) -> Array:
     """Weights `(Q, T)` of overlaps at the threshold of their query."""
-    separation, (about, shift) = model.separation, threshold
+    separation, (reference, shift) = model.separation, threshold
     if isinstance(separation, Polynomial):
-        return rectified_power(z, about[:, None], separation.degree)
+        return rectified_power(z, reference[:, None], separation.degree)
     # An infinite overlap would make the gradient of `beta` NaN.
     masked = z == -jnp.inf
-    seen = jnp.where(masked, about[:, None], z)
-    above = jnp.where(masked, -jnp.inf, _relative(model, seen, about))
-    # The derivative in `beta` holds `beta about + shift` fixed. The product below is
-    # zero, and its slope in `beta` is not.
+    finite = jnp.where(masked, reference[:, None], z)
+    above = jnp.where(masked, -jnp.inf, _relative(model, finite, reference))
+    # The derivative in `beta` holds `beta reference + shift` fixed. The product below
+    # is zero, and its derivative in `beta` is not.
     beta = model.beta.astype(z.dtype)
-    x = above - (shift - (beta - lax.stop_gradient(beta)) * about)[:, None]
+    x = above - (shift - (beta - lax.stop_gradient(beta)) * reference)[:, None]
     if not isinstance(separation, Sparsemax | Entmax):
         return jnp.exp(x)
-    e, power = _exponent(separation, about)
+    e, power = _exponent(separation, reference)
 
     def at(power: Power) -> Array:
         plain = weights_at(x, e, power)
@@ -577,7 +577,7 @@ def weights_of(model: Model, z: Array, threshold: Threshold) -> Array:
         weight = jnp.where(steep, shift[:, None], 1.0)
 
         def both() -> Array:
-            above = _steep_relative(model, seen, about)
+            above = _steep_relative(model, finite, reference)
             p = steep_weights_at(jnp.where(masked, -jnp.inf, above), weight, e)
             return jnp.where(steep, p, plain)
 

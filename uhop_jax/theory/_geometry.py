@@ -157,10 +157,10 @@ def check_linear(kernel: Kernel | None) -> None:
     if kernel is not None:
         kernel.check()
     if kernel is not None and not kernel.has_energy:
-        raise ValueError("kernel must have one center, not another for queries")
+        raise ValueError("kernel must have one center for memories and queries")
     if kernel is not None and kernel.set_axes:
         raise ValueError(
-            f"kernel must be one, got {kernel.set_axes} axes of memory sets"
+            f"kernel must be a single kernel, got {kernel.set_axes} axes of memory sets"
         )
 
 
