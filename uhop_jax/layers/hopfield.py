@@ -338,7 +338,7 @@ class Hopfield(nnx.Module):
 
         Returns:
           `(*batch, L, out_size)`. Without the output projection the last axis has
-          `num_heads * value_head_size` entries; for a static layer, those of a value.
+          `num_heads * value_head_size` entries, and `value_size` in a static layer.
 
         Raises:
           ValueError: if shapes do not fit, a mask is not boolean, or `key` is not a key

@@ -19,7 +19,7 @@ class TuneAndPlay(nnx.Module):
     Each series compares its window with the windows of the bank by their cosines, and
     retrieves a convex combination of the bank's futures. The combination is embedded
     and added to the decoder's input, through a gate that begins at zero. Training and
-    Stage I change the parameters of this module alone, not those of the backbone.
+    Stage I change the parameters of this module, not of the backbone.
 
     Args:
       backbone: trained forecaster.

@@ -203,8 +203,8 @@ def _backward(plan, update, residuals, cotangents):
 
     The threshold depends on the overlaps, and keeps the sum of the weights fixed. Let
     `a` be the derivative in the threshold of the product of cotangent and result, and
-    `b` the derivative in the threshold of the sum of the weights. This dependence
-    adds `-a / b` (`share`) to the cotangent of every weight.
+    `b` the derivative in the threshold of the sum of the weights. The dependence adds
+    `-a / b` (`share`) to the cotangent of every weight.
     """
     residuals, g = _differentiated_once((residuals, cotangents[0]))
     model, y, stored, out, threshold = residuals
