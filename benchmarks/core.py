@@ -1,11 +1,12 @@
-"""Times the functional core against what one would use instead.
+"""Times the functional core against other libraries and plain matrix products.
 
     python benchmarks/core.py [--out DIR] [--rounds N]
 
-Each comparison times its members in turn, round after round, and reports the median
-time of each and the median of the ratios round by round, so that a machine whose speed
-drifts does not decide it. Writes `core.csv`, with the environment in its last columns,
-and a figure. Peers (`pip install -e '.[bench]'`) take part if they are there.
+A comparison times its members in turn, round after round. It reports the median time of
+each member and the median of its ratios to the baseline in the same round, so that a
+machine whose speed drifts has little effect. Writes `core.csv`, with the environment in
+its last columns, and a figure. Peers are timed if they are installed (`pip install -e
+'.[bench]'`).
 """
 
 import time
@@ -51,21 +52,24 @@ def separations(
     )
     few = max(3, rounds // 2)
     for name in ("sparsemax", "entmax 1.5"):
-        ours, peers = members[name], _separation_peers(name, z, g)
+        separation, peers = members[name], _separation_peers(name, z, g)
         for part, (title, call) in enumerate(
             [
-                ("forward", lambda s=ours: forward(s, z)),
-                ("value and gradient", lambda s=ours: both(s, z, g)),
+                ("forward", lambda s=separation: forward(s, z)),
+                ("value and gradient", lambda s=separation: both(s, z, g)),
             ]
         ):
             calls = {"uhop_jax": call}
-            calls |= {theirs: calls[part] for theirs, calls in peers.items()}
+            calls |= {label: pair[part] for label, pair in peers.items()}
             rows += compare(f"{name}, {title}, {shape} float32", "uhop_jax", calls, few)
     return rows
 
 
 def _separation_peers(name: str, z: jax.Array, g: jax.Array) -> dict[str, Any]:
-    """Forward, and forward with gradient, of each peer that has this separation."""
+    """Two calls for each peer with this separation: value, and value with gradient.
+
+    Both calls are None for a peer that is not installed.
+    """
     peers: dict[str, Any] = {}
 
     def add(label: str, project: Any) -> None:
@@ -89,15 +93,15 @@ def _separation_peers(name: str, z: jax.Array, g: jax.Array) -> dict[str, Any]:
     if torch is None or entmax is None:
         return peers | {"PyTorch entmax": (None, None)}
     function = entmax.sparsemax if name == "sparsemax" else entmax.entmax15
-    fixed, theirs = torch.tensor(np.asarray(z)), torch.tensor(np.asarray(z))
+    fixed, leaf = torch.tensor(np.asarray(z)), torch.tensor(np.asarray(z))
     slope = torch.tensor(np.asarray(g))
-    theirs.requires_grad_()
+    leaf.requires_grad_()
 
     def both() -> Any:
-        theirs.grad = None
-        p = function(theirs, dim=-1)
+        leaf.grad = None
+        p = function(leaf, dim=-1)
         p.backward(slope)
-        return p, theirs.grad
+        return p, leaf.grad
 
     return peers | {"PyTorch entmax": (lambda: function(fixed, dim=-1), both)}
 
@@ -107,7 +111,7 @@ def stage_one(
     sizes: tuple[tuple[int, int], ...] = ((100, 784), (500, 784), (100, 3072)),
     steps: int = 100,
 ) -> list[dict[str, Any]]:
-    """The Gram path of Stage I against Optax and PyTorch on the weights."""
+    """Stage I on the Gram matrix against Optax and PyTorch on the weights `W`."""
     rng = np.random.default_rng(0)
     rows = []
     for count, d in sizes:
@@ -132,7 +136,10 @@ def stage_one(
 
 
 def _torch_stage_one(memories: jax.Array, weights: jax.Array, steps: int) -> Any:
-    """Algorithm 1 as it is written: PyTorch's SGD on the average loss of `W`."""
+    """Algorithm 1 as written, in PyTorch: SGD on the average loss of `W`.
+
+    None if PyTorch is not installed.
+    """
     torch = peer("torch")
     if torch is None:
         return None
@@ -145,7 +152,7 @@ def _torch_stage_one(memories: jax.Array, weights: jax.Array, steps: int) -> Any
         optimizer = torch.optim.SGD([layer], lr=10.0)
         for _ in range(steps):
             features = torch.nn.functional.normalize(patterns @ layer.T, dim=-1)
-            # Products of all pairs are faster here than torch.pdist.
+            # The Gram matrix is faster here than torch.pdist.
             squares = 2 - 2 * (features @ features.T)[u, v]
             loss = squares.mul(-2).exp().mean().log()
             optimizer.zero_grad()
@@ -159,7 +166,7 @@ def _torch_stage_one(memories: jax.Array, weights: jax.Array, steps: int) -> Any
 def retrieval(
     rounds: int, counts: tuple[int, ...] = (100, 1_000, 10_000, 100_000)
 ) -> list[dict[str, Any]]:
-    """One update against its two matrix products, and against PyTorch."""
+    """One update against its two matrix products alone, and against PyTorch."""
     rng = np.random.default_rng(0)
     query = jnp.asarray(rng.normal(size=(256, 256)), jnp.float32)
     products = jax.jit(lambda m, q: (q @ m.T) @ m)
@@ -197,7 +204,7 @@ def retrieval(
 
 
 def calibration(rounds: int, count: int = 500) -> list[dict[str, Any]]:
-    """Calibration on 500 digits, with compilation and without."""
+    """Calibration on `count` digits, with compilation and without."""
     del rounds
     from uhop_jax import data
 

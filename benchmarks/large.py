@@ -2,11 +2,11 @@
 
     python benchmarks/large.py [--out DIR] [--rounds N]
 
-The file is written once, to a temporary directory, and memory-mapped; all members read
-it by the same blocks. The number of memories is odd; queries are noisy copies of some,
-which at beta 50 retrieve one memory and at beta 2 mix hundreds. Also prints how far the
-results are from those of direct retrieval, and the most memory that the process held
-beyond the pages of the file.
+The file is written once, to a temporary directory, and memory-mapped; all members of a
+comparison read the same blocks. The number of memories is odd, so that the last block
+is incomplete. Queries are noisy copies of memories; they retrieve one memory at beta 50
+and mix hundreds at beta 2. Also prints the largest difference from direct retrieval,
+and the peak memory of the process beyond the pages of the file.
 """
 
 import functools
@@ -25,11 +25,11 @@ from timing import compare, main
 import uhop_jax as uhop
 
 M, D, QUERIES = 1_000_003, 64, 256
-BLOCK, TILE = 32768, 1024
+BLOCK, TILE = 32768, 1024  # memories
 
 
 def write(path: Path) -> np.ndarray:
-    """Unit vectors, written piece by piece."""
+    """Writes unit vectors piece by piece; returns the memory-mapped file."""
     rng = np.random.default_rng(0)
     file = np.lib.format.open_memmap(path, "w+", np.float32, (M, D))
     for start in range(0, M, 100_000):
@@ -44,7 +44,7 @@ def write(path: Path) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames="tile")
 def two_products(query, out, block, tile: int):
-    """Scores and their weighted sum, tile by tile, with nothing in between."""
+    """The scores and the sum weighted by them, tile by tile, without a separation."""
     product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
     def body(i, out):
@@ -55,7 +55,7 @@ def two_products(query, out, block, tile: int):
 
 
 def products(query: jax.Array, memories: np.ndarray) -> jax.Array:
-    """Both products with every block of the file but the incomplete last tile."""
+    """Both products with all blocks of the file, less the incomplete last tile."""
     out = jnp.zeros(query.shape)
     for start in range(0, M, BLOCK):
         part = memories[start : start + BLOCK]
@@ -64,7 +64,7 @@ def products(query: jax.Array, memories: np.ndarray) -> jax.Array:
 
 
 class Peak(threading.Thread):
-    """The most memory of this process that belonged to no file, in MiB."""
+    """Samples the anonymous memory of this process; `mebibytes` is its peak in MiB."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -80,7 +80,7 @@ class Peak(threading.Thread):
 
 
 def large(rounds: int) -> list[dict[str, Any]]:
-    """Streamed retrieval by separation, sharp and mixing many memories."""
+    """Streamed retrieval for each separation, at a small and a large beta."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "memories.npy"
@@ -112,10 +112,10 @@ def large(rounds: int) -> list[dict[str, Any]]:
             for beta in (2.0, 50.0):
                 options: Any = dict(beta=beta, separation=separation)
                 few = query[:16]
-                found = uhop.retrieve_streamed(path, few, block=BLOCK, **options)
+                streamed = uhop.retrieve_streamed(path, few, block=BLOCK, **options)
                 direct = uhop.retrieve(jnp.asarray(memories), few, **options)
-                far = float(jnp.abs(found.state - direct.state).max())
-                print(f"  {name}, beta {beta:g}: {far:.1e} from direct retrieval")
+                error = float(jnp.abs(streamed.state - direct.state).max())
+                print(f"  {name}, beta {beta:g}: {error:.1e} from direct retrieval")
     return rows
 
 

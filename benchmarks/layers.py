@@ -1,9 +1,10 @@
-"""Times a training step's slope of a Hopfield layer against attention layers.
+"""Times output and gradients of a Hopfield layer against attention layers.
 
     python benchmarks/layers.py [--out DIR] [--rounds N]
 
-Self-association of a batch of token sequences: output, and gradient in all parameters
-and in the tokens. All have the same four projections. Writes `layers.csv` and a figure.
+Self-association of a batch of token sequences: output, and gradients in all parameters
+and in the tokens. All layers have the same four projections. Writes `layers.csv` and a
+figure.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ def layers(
     rounds: int,
     sizes: tuple[tuple[int, int, int, int], ...] = ((8, 128, 8, 256), (4, 512, 8, 256)),
 ) -> list[dict[str, Any]]:
-    """Sizes are batch, tokens, heads and width."""
+    """A comparison for each of `sizes`: batch, tokens, heads and width."""
     rows = []
     for batch, length, heads, size in sizes:
         rng = np.random.default_rng(0)
@@ -90,7 +91,7 @@ def _step(module: nnx.Module, tokens: jax.Array, slope: jax.Array) -> Any:
 
 
 def _torch_step(heads: int, size: int, tokens: jax.Array, slope: jax.Array) -> Any:
-    """The same in PyTorch; None without it."""
+    """Output and gradients of the same layer in PyTorch; None if not installed."""
     torch = peer("torch")
     if torch is None:
         return None

@@ -1,9 +1,9 @@
-"""Times everything, each against its peers, in one run.
+"""Times all comparisons of this folder in one run.
 
     python benchmarks/run.py [--out DIR] [--rounds N]
 
-Writes `benchmarks.csv`, with the environment in its last columns, `benchmarks.txt`,
-which is what it printed, and a figure.
+Writes `benchmarks.csv`, with the environment in its last columns, `benchmarks.txt` with
+the printed output, and a figure.
 """
 
 import core
@@ -14,7 +14,7 @@ import training
 from timing import main
 
 BENCHMARKS = [
-    large.large,  # first, for the memory that it reports to be its own
+    large.large,  # first, so that its peak memory is its own
     core.separations,
     core.stage_one,
     core.retrieval,

@@ -2,11 +2,11 @@
 
     python benchmarks/stanhop.py [--out DIR] [--rounds N]
 
-The setting of ETTh1 at horizon 96: seven series, 168 steps in, batches of 16, absolute
-error, Adam, gradients clipped, dropout 0.1; every layer learns its alpha. PyTorch
-(`pip install -e '.[bench]'`) takes entmax by bisection from the package `entmax`,
-with the 50 steps of its default and with 20, which is all that float32 can show. Writes
-`stanhop.csv` and a figure.
+The setting is ETTh1 at horizon 96: seven series, 168 input steps, batches of 16,
+absolute error, Adam, clipped gradients, dropout 0.1; every layer learns its alpha. The
+rows are random. The PyTorch model (`pip install -e '.[bench]'`) takes entmax by
+bisection from the package `entmax`, with 50 bisections, the package's default, and with
+20, beyond which float32 does not improve. Writes `stanhop.csv` and a figure.
 """
 
 from typing import Any
@@ -31,19 +31,19 @@ WINDOWS = 512
 
 
 def windows() -> np.ndarray:
-    """Rows of which the windows are cut."""
+    """Random rows `(rows, series)`, from which `WINDOWS` windows are cut."""
     rng = np.random.default_rng(0)
     rows = WINDOWS + IN_LEN + OUT_LEN - 1
     return rng.normal(size=(rows, SERIES)).astype(np.float32)
 
 
 def build(rngs: nnx.Rngs) -> nnx.Module:
-    """The model of the paper's table at its sizes, which are the defaults."""
+    """The model at the sizes of the paper's table, which are the defaults."""
     return STanHop(SERIES, IN_LEN, OUT_LEN, dropout=DROPOUT, rngs=rngs)
 
 
 def jax_step() -> Any:
-    """One step of the training that `train.py` runs."""
+    """A call that takes one training step, as `train.py` does."""
 
     def score(model: Any, batch: Any, key: Any) -> dict[str, jax.Array]:
         forecast = model(batch["inputs"], key=key)
@@ -67,7 +67,7 @@ def jax_step() -> Any:
 
 
 def torch_step(bisections: int) -> Any:
-    """The same step in PyTorch; None without it."""
+    """The same step in PyTorch; None if PyTorch or `entmax` is not installed."""
     torch, entmax = peer("torch"), peer("entmax")
     if torch is None or entmax is None:
         return None
@@ -154,9 +154,9 @@ def torch_step(bisections: int) -> Any:
 
     model = Network()
     parameters = list(model.parameters())
-    theirs, ours = sum(p.numel() for p in parameters), parameters_of(build)
-    if theirs != ours:
-        raise RuntimeError(f"{theirs} parameters in PyTorch, {ours} in JAX")
+    torch_size, jax_size = sum(p.numel() for p in parameters), parameters_of(build)
+    if torch_size != jax_size:
+        raise RuntimeError(f"{torch_size} parameters in PyTorch, {jax_size} in JAX")
     optimizer = torch.optim.Adam(parameters, RATE)
     rows = torch.tensor(windows())
 
@@ -175,7 +175,7 @@ def torch_step(bisections: int) -> Any:
 
 
 def stanhop(rounds: int) -> list[dict[str, Any]]:
-    """A step of each."""
+    """A step of uhop_jax against a step of PyTorch."""
     calls = {"uhop_jax": jax_step()}
     calls |= {f"PyTorch, {n} bisections": torch_step(n) for n in (50, 20)}
     title = f"STanHop-Net step, ETTh1, horizon {OUT_LEN}, batch {BATCH}, float32"

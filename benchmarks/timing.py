@@ -1,4 +1,4 @@
-"""What the benchmarks share: fair timing, absent peers, a table and a figure."""
+"""Shared parts of the benchmarks: timing in turn, optional peers, table and figure."""
 
 import argparse
 import contextlib
@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-PAUSE = 0.25  # seconds, in which the threads of the call before go to sleep
-BUSY = 0.05  # seconds that short calls are repeated for, once the threads are awake
+PAUSE = 0.25  # seconds in which the threads of the previous call go to sleep
+BUSY = 0.05  # seconds for which a short call is repeated
 Benchmark = Callable[[int], list[dict[str, Any]]]
 
 
 def peer(name: str) -> Any:
-    """A package of the extra `bench`, or None where it is not installed."""
+    """A package of the extra `bench`, or None if it is not installed."""
     try:
         module = importlib.import_module(name)
     except ImportError:
@@ -40,9 +40,18 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Median milliseconds of each call, and its median ratio to the baseline.
 
-    In a round each call has its turn: a pause, then the mean of as many in a row as
-    make `BUSY` seconds. A call that is None belongs to a peer that is not installed:
-    its row says so.
+    In a round each call has its turn: a pause, then the mean time of repeated calls
+    that take `BUSY` seconds together.
+
+    Args:
+      title: name of the comparison.
+      baseline: name of the call to which ratios refer.
+      calls: calls by name; None stands for a peer that is not installed.
+      rounds: number of rounds.
+
+    Returns:
+      A row for each call: `comparison`, `name`, `median_ms`, `ratio` and `baseline`;
+      time and ratio are empty strings for a peer that is not installed.
     """
     present = {name: call for name, call in calls.items() if call is not None}
     seconds: dict[str, list[float]] = {name: [] for name in present}
@@ -72,7 +81,7 @@ def compare(
 
 
 def timed(call: Callable[[], Any], repeats: int) -> float:
-    """Seconds of a call, the mean of several in a row."""
+    """Mean seconds of a call over `repeats` calls in a row."""
     began = time.perf_counter()
     for _ in range(repeats):
         jax.block_until_ready(call())
@@ -80,7 +89,7 @@ def timed(call: Callable[[], Any], repeats: int) -> float:
 
 
 def environment() -> dict[str, Any]:
-    """What the times depend on."""
+    """Device, cores and versions, on which the times depend."""
     torch = peer("torch")
     return {
         "device": jax.devices()[0].device_kind,
@@ -92,20 +101,20 @@ def environment() -> dict[str, Any]:
 
 
 class Both(io.TextIOBase):
-    """Prints, and writes to a file what it prints."""
+    """A stream that writes to standard output and to a file."""
 
     def __init__(self, file: Any):
-        self.places = sys.stdout, file
+        self.streams = sys.stdout, file
 
     def write(self, text: str) -> int:
-        for place in self.places:
-            place.write(text)
-            place.flush()
+        for stream in self.streams:
+            stream.write(text)
+            stream.flush()
         return len(text)
 
 
 def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
-    """Runs all comparisons; writes `NAME.csv`, what was printed, and a figure."""
+    """Runs all comparisons; writes `NAME.csv`, the printed output, and a figure."""
     from uhop_jax import records
 
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -123,16 +132,18 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
         print(", ".join(f"{key} {value}" for key, value in about.items()))
         for benchmark in benchmarks:
             rows += [row | about for row in benchmark(options.rounds)]
-            records.write_csv(path, rows)  # whatever comes next
+            records.write_csv(path, rows)  # in case a later benchmark fails
     figure = path.with_suffix(".png")
     draw(figure, rows, f"{about['device']}, {about['cores']} cores")
     print(f"\nwritten: {path}, {printed}, {figure}")
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draws ratios to the baseline as bars: a panel for comparisons that begin alike.
+    """Draws ratios to the baseline as bars, a panel for each kind of comparison.
 
-    What all comparisons of a panel are called is its title, the rest a heading in it.
+    Comparisons whose names begin with the same words, up to the first comma, share a
+    panel. The words that all names of a panel have in common are its title; the rest of
+    each name heads a group of bars.
     """
     from uhop_jax import plotting
 
@@ -144,16 +155,16 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     parts = []
     for comparisons in panels.values():
         words = [name.split(", ") for name in comparisons]
-        common = [word for word in words[0] if all(word in other for other in words)]
+        common = [word for word in words[0] if all(word in name for name in words)]
         groups = {
-            ", ".join(word for word in other if word not in common): {
+            ", ".join(word for word in name if word not in common): {
                 row["name"]: (float(row["ratio"]), 0.0)
-                for row in ours
+                for row in members
                 if row["name"] != row["baseline"]
             }
-            for other, ours in zip(words, comparisons.values(), strict=True)
+            for name, members in zip(words, comparisons.values(), strict=True)
         }
-        baselines = {row["baseline"] for ours in comparisons.values() for row in ours}
+        baselines = {row["baseline"] for rows in comparisons.values() for row in rows}
         xlabel = f"time relative to {', '.join(sorted(baselines))}"
         about = ", ".join(common)
         parts.append(plotting.Comparison(about, groups, xlabel, origin=1.0))

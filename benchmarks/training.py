@@ -2,10 +2,11 @@
 
     python benchmarks/training.py [--out DIR] [--rounds N]
 
-ViH as in the paper's appendix (512 dimensions, batches of 128 CIFAR images, Adam), with
-a patch of 32 pixels (one memory) and of 8 (16 memories). Members are timed in turn,
-round after round; PyTorch (`pip install -e '.[bench]'`) takes part if it is
-there, with as many threads as cores. Writes `training.csv` and a figure.
+ViH is as in the paper's appendix (512 dimensions, batches of 128 images of CIFAR's
+shape, Adam), with a patch of 32 pixels (one memory) or 8 pixels (16 memories). Members
+are timed in turn, round after round. PyTorch takes part if it is installed (`pip
+install -e '.[bench]'`), with as many threads as cores. Writes `training.csv` and a
+figure.
 """
 
 import time
@@ -25,7 +26,7 @@ from uhop_jax.training.run import Phase
 from uhop_jax.training.vision import channel_statistics, standardised
 
 BATCH, SIZE, CLASSES, IMAGES = 128, 512, 10, 5120
-STEPS = 10  # timed together, as runs take many in a call
+STEPS = 10  # steps in a call, since a run takes many steps in a call
 
 
 def trainer_of(patch: int) -> Trainer:
@@ -40,7 +41,7 @@ def trainer_of(patch: int) -> Trainer:
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the single memory
+            warnings.simplefilter("ignore")  # the warning of a single memory
             return ViH((32, 32, 3), CLASSES, patch=patch, size=SIZE, rngs=rngs)
 
     def score(model: Any, batch: Any, key: Any) -> dict[str, jax.Array]:
@@ -54,7 +55,7 @@ def trainer_of(patch: int) -> Trainer:
 
 
 def products_of(patch: int) -> Any:
-    """The matrix products of a step, forward and both backward, and nothing else."""
+    """A call with the matrix products of `STEPS` steps alone, forward and backward."""
     memories = (32 // patch) ** 2
     shapes = [
         (BATCH * memories, 3 * patch * patch, SIZE),  # embedding
@@ -75,15 +76,15 @@ def products_of(patch: int) -> Any:
 
     @jax.jit
     def run(operands: Any) -> Any:
-        found = [(x @ w, x.T @ g) for x, w, g in operands]
-        back = [g @ w.T for _, w, g in operands[1:]]  # images need no slope
-        return found, back
+        products = [(x @ w, x.T @ g) for x, w, g in operands]
+        back = [g @ w.T for _, w, g in operands[1:]]  # images need no gradient
+        return products, back
 
     return lambda: [jax.block_until_ready(run(operands)) for _ in range(STEPS)]
 
 
 def torch_step(patch: int) -> Any:
-    """The same step in plain PyTorch; None without it."""
+    """The same step in plain PyTorch; None if PyTorch is not installed."""
     torch = peer("torch")
     if torch is None:
         return None
@@ -133,7 +134,7 @@ def torch_step(patch: int) -> Any:
 
 
 def steps(rounds: int) -> list[dict[str, Any]]:
-    """A step against PyTorch's, and against its products."""
+    """Training steps against PyTorch, and against their matrix products alone."""
     rows = []
     for patch in (32, 8):
         trainer = trainer_of(patch)
@@ -146,11 +147,11 @@ def steps(rounds: int) -> list[dict[str, Any]]:
             box[0] = trainer.advance(box[0], *rest, 0, STEPS, 0)
             return box[0].sums
 
-        theirs = torch_step(patch)
+        peer_step = torch_step(patch)
         calls = {
             "uhop_jax": step,
             "its products alone": products_of(patch),
-            "PyTorch": theirs and (lambda t=theirs: [t() for _ in range(STEPS)]),
+            "PyTorch": peer_step and (lambda s=peer_step: [s() for _ in range(STEPS)]),
         }
         title = f"{STEPS} steps of ViH, patch {patch}, batch {BATCH}, float32"
         rows += compare(title, "uhop_jax", calls, rounds)
@@ -158,7 +159,7 @@ def steps(rounds: int) -> list[dict[str, Any]]:
 
 
 def host(rounds: int) -> list[dict[str, Any]]:
-    """An epoch as a run does it, against all of its steps in one call."""
+    """An epoch of a run, with its work on the host, against its steps in one call."""
     rows = []
     for patch in (32, 8):
         trainer = trainer_of(patch)

@@ -2,16 +2,17 @@ r"""Hopfield layers for Flax NNX models: attention as retrieval, with or without
 
     U-Hop(Y, R) = sep(beta (W_Q Phi(R)) (W_K Phi(Y))^T) W_V W_K Y               [sec:DL]
 
-`R` are states (queries), `Y` stored patterns (memories). `Phi` is the kernel that Stage
-I separates the memories with; without it this is the Hopfield layer of Ramsauer et al.
-2020. Every layer calls `uhop_jax.retrieval`, none has an update of its own.
+`R` holds the states (queries), `Y` the stored patterns (memories). `Phi` is the kernel
+with which Stage I separates the memories. Without a kernel the layer is the Hopfield
+layer of Ramsauer et al. 2020. Every layer calls `uhop_jax.retrieval`; none has an
+update of its own.
 
 Modules own parameters and never random state: dropout takes `key=`, and no key means no
 dropout. The parameters of a kernel are `KernelParam`s, so that
 
     graphdef, kernels, rest = nnx.split(model, KernelParam, ...)
 
-gives Stage I what it may move.
+splits off the parameters that Stage I trains.
 """
 
 from uhop_jax.layers.association import Association

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 from uhop_jax._checks import as_counts, check_count, check_rate, check_sizes
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.hopfield import Hopfield, Initializer
-from uhop_jax.layers.masks import of_attention
+from uhop_jax.layers.masks import attention_mask
 
 
 class HopfieldPooling(nnx.Module):
@@ -19,12 +19,15 @@ class HopfieldPooling(nnx.Module):
 
     Args:
       memory_size: dimension of memories.
-      quantity: learned states, one output each.
-      sets: the last of the batch axes of memories, if each place along them is to have
-        learned states of its own.
-      state_size: dimension of the states; as memories by default.
+      quantity: number of learned states; each gives one output.
+      sets: sizes of the last batch axes of the memories; each position along them then
+        has learned states of its own.
+      state_size: dimension of the states; `memory_size` by default.
       rngs: for the start values.
-      **options: of `Hopfield`.
+      **options: options of `Hopfield`.
+
+    Raises:
+      ValueError: as `Hopfield`; or if `quantity` or `sets` are not positive integers.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class HopfieldPooling(nnx.Module):
         mask: Bool[Array, "*#batch S"] | None = None,
         key: Array | None = None,
     ) -> Float[Array, "*batch quantity out"]:
-        """One vector for each bag and learned state; arguments as of `Hopfield`."""
+        """One vector for each bag and learned state; arguments as in `Hopfield`."""
         return self.association(self.state[...], memories, values, mask=mask, key=key)
 
     def associate(
@@ -73,15 +76,15 @@ class HopfieldLayer(nnx.Module):
 
     Args:
       state_size: dimension of states.
-      quantity: learned memories.
-      memory_size: their dimension; as states by default.
-      learn_values: learn what each memory reads out too, apart from the memory; needs
-        `values="direct"`.
+      quantity: number of learned memories.
+      memory_size: dimension of the memories; `state_size` by default.
+      learn_values: learn a separate value for each memory; needs `values="direct"` or
+        `static`.
       rngs: for the start values.
-      **options: of `Hopfield`.
+      **options: options of `Hopfield`.
 
     Raises:
-      ValueError: as `Hopfield`.
+      ValueError: as `Hopfield`; or if `quantity` is not a positive integer.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class HopfieldLayer(nnx.Module):
         *,
         key: Array | None = None,
     ) -> Float[Array, "*batch L out"]:
-        """Reads out for each state; arguments as of `Hopfield`."""
+        """One output for each state; arguments as in `Hopfield`."""
         return self.association(state, *self._stored(), key=key)
 
     def associate(
@@ -130,39 +133,39 @@ class HopfieldLayer(nnx.Module):
 
 
 class HopfieldAttention(nnx.Module):
-    """Takes the place of `nnx.MultiHeadAttention`: its arguments, `Hopfield` inside.
+    """Replaces `nnx.MultiHeadAttention`: Flax's arguments, `Hopfield` inside.
 
-    What is shared: the arguments below, by name and with Flax's meaning; with the same
-    weights both layers then give the same. `num_kv_heads`, `broadcast_dropout`,
-    `decode`, `normalize_qk` and `keep_rngs` are accepted with the one value that this
-    layer has: `num_heads` or None, and False for the others. Not taken: `precision`,
-    `attention_fn`, `init_cache`, and what concerns single projections, that is
-    `out_kernel_init`, `out_bias_init`, and the arguments for promotion, `dot_general`,
-    metadata and sharding.
+    The arguments below have Flax's names and meaning; with the same weights both layers
+    give the same output. Five more are accepted with one value alone, or None:
+    `num_kv_heads` equal to `num_heads`, and False for `broadcast_dropout`, `decode`,
+    `normalize_qk` and `keep_rngs`. Not accepted are `precision`, `attention_fn`,
+    `init_cache`, `out_kernel_init`, `out_bias_init`, and the arguments for promotion,
+    `dot_general`, metadata and sharding.
 
-    Two things differ. Dropout is drawn for each head and batch entry, and its `rngs`
-    are given with each call, for a module holds no random state. And a query that may
-    see no key retrieves zero.
+    Two behaviours differ. Dropout is drawn for each head and batch entry, from the
+    `rngs` of each call, since a module holds no random state. A query that may see no
+    key retrieves zero.
 
     Args:
-      num_heads: heads.
+      num_heads: number of heads.
       in_features: dimension of queries.
-      qkv_features: of all heads together; as queries by default.
-      out_features: of the output; as queries by default.
-      in_kv_features: dimension of keys and values; as queries by default.
-      dropout_rate: of the weights.
-      deterministic: no dropout, unless the call says otherwise.
-      kernel_init: of the weights of the projections, `weight_init` of `Hopfield`.
-      bias_init: of their biases.
+      qkv_features: dimension of all heads together; `in_features` by default.
+      out_features: dimension of the output; `in_features` by default.
+      in_kv_features: dimension of keys and values; `in_features` by default.
+      dropout_rate: share of the weights that is dropped, in `[0, 1)`.
+      deterministic: no dropout, unless a call overrides it.
+      kernel_init: initializer of the projections' weights, `weight_init` in `Hopfield`.
+      bias_init: initializer of the projections' biases.
       use_bias: biases in the projections.
       dtype: of the computation; None follows inputs and parameters.
       param_dtype: of the parameters.
       rngs: for the start values.
-      **options: further options of `Hopfield`, such as `separation` and `kernel`; for
-        `normalize_qk` there is `normalize_pattern`. Not `static`.
+      **options: further options of `Hopfield`, such as `separation` and `kernel`, but
+        not `static`; `normalize_pattern` takes the place of `normalize_qk`.
 
     Raises:
-      ValueError: as `Hopfield`; or if an argument has a value that only Flax has.
+      ValueError: as `Hopfield`; or if an argument has a value that only Flax's layer
+        supports.
     """
 
     def __init__(
@@ -241,17 +244,17 @@ class HopfieldAttention(nnx.Module):
           inputs_k: keys; the queries by default.
           inputs_v: values; the keys by default.
           mask: broadcasts to `(*batch, heads, L, S)`; true, or 1 in any dtype, where a
-            query may see a key, else false or 0. Of another number, all is NaN where
-            the mask is traced.
-          deterministic: no dropout; overrides what the constructor said.
+            query may see a key, else false or 0. Other numbers are an error; in a
+            traced mask they make the whole output NaN.
+          deterministic: no dropout; overrides the constructor's value.
           rngs: for dropout: `nnx.Rngs` with a stream `dropout`, a stream, or a key.
-          sow_weights: leave the weights, before dropout, as the `nnx.Intermediate`
+          sow_weights: store the weights, before dropout, as the `nnx.Intermediate`
             `attention_weights`.
-          decode: False or None; there is no cache.
-          is_causal: a query sees no key behind its own place.
+          decode: False or None; the layer has no cache.
+          is_causal: a query sees no key at a later position.
 
         Raises:
-          ValueError: as `Hopfield`; or if dropout is asked for without `rngs`.
+          ValueError: as `Hopfield`; or if dropout is on and `rngs` is missing.
         """
         _check_only("decode", decode, False)
         if deterministic is None:
@@ -259,47 +262,47 @@ class HopfieldAttention(nnx.Module):
         key = None
         if not deterministic and self.association.dropout:
             key = _drawn(rngs)
-        seen = wrong = None
+        association_mask = invalid = None
         if mask is not None or is_causal:
             q = jnp.shape(inputs_q)
             k = q if inputs_k is None else jnp.shape(inputs_k)
             batch, heads = max(q[:-2], k[:-2], key=len), self.association.num_heads
             shape = (*batch, heads, *q[-2:-1], *k[-2:-1])
-            seen, wrong = of_attention(mask, is_causal, shape)
+            association_mask, invalid = attention_mask(mask, is_causal, shape)
         arguments = inputs_q, inputs_k, inputs_v
-        options: dict[str, Any] = {"key": key, "association_mask": seen}
+        options: dict[str, Any] = {"key": key, "association_mask": association_mask}
         if sow_weights:
-            found = self.association.associate(*arguments, **options)
-            self.sow(nnx.Intermediate, "attention_weights", found.weights)
-            output = found.output
+            result = self.association.associate(*arguments, **options)
+            self.sow(nnx.Intermediate, "attention_weights", result.weights)
+            output = result.output
         else:
             output = self.association(*arguments, **options)
-        return output if wrong is None else jnp.where(wrong, jnp.nan, output)
+        return output if invalid is None else jnp.where(invalid, jnp.nan, output)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """What `nnx.view` may set.
+        """Sets the attributes that `nnx.view` changes.
 
         Args:
-          deterministic: no dropout, unless the call says otherwise.
+          deterministic: no dropout, unless a call overrides it.
         """
         if deterministic is not None:
             self.deterministic = deterministic
 
 
 def _check_only(name: str, given: Any, value: Any) -> None:
-    """Refuses a value that `nnx.MultiHeadAttention` has and this layer has not."""
+    """Refuses a value that only `nnx.MultiHeadAttention` supports."""
     if given is not None and given != value:
         raise ValueError(f"{name} must be {value} or None here, got {given!r}")
 
 
 def _drawn(rngs: Any) -> Array:
-    """A key for dropout from what Flax's layers call `rngs`."""
+    """A key for dropout from `rngs`: `nnx.Rngs`, one of its streams, or a key."""
     stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
     key = stream() if isinstance(stream, nnx.RngStream) else stream
     if not isinstance(key, jax.Array):
         raise ValueError(
             "dropout needs rngs=, nnx.Rngs(dropout=...), one of its streams or a key, "
-            f"got {rngs!r}; or say deterministic=True"
+            f"got {rngs!r}; or set deterministic=True"
         )
     return key
 
@@ -307,5 +310,6 @@ def _drawn(rngs: Any) -> Array:
 def _patterns(
     quantity: tuple[int, ...], size: int, options: Any, rngs: nnx.Rngs
 ) -> nnx.Param:
+    """Learned patterns `(*quantity, size)`, drawn from `N(0, 1)`."""
     dtype = options.get("param_dtype", jnp.float32)
     return nnx.Param(jax.random.normal(rngs.params(), (*quantity, size), dtype))

@@ -22,12 +22,12 @@ STARTS = ("identity", "random", "uniform")
 
 
 def fan_in_uniform() -> Callable[..., Array]:
-    """Start values uniform within `1 / sqrt(fan in)` of zero, PyTorch's for weights."""
+    """Initializer: uniform within `1 / sqrt(fan in)` of zero, as PyTorch's weights."""
     return nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 def fan_in_bound(size: int) -> Callable[..., Array]:
-    """Start values uniform within `1 / sqrt(size)` of zero, PyTorch's for biases."""
+    """Initializer: uniform within `1 / sqrt(size)` of zero, as PyTorch's biases."""
     bound = size**-0.5
 
     def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -37,17 +37,21 @@ def fan_in_bound(size: int) -> Callable[..., Array]:
 
 
 class KernelParam(nnx.Param):
-    """A parameter of a kernel: what Stage I learns."""
+    """A parameter of a kernel, which Stage I trains."""
 
 
 class SeparationRecord(nnx.Intermediate):
-    """What `separation_losses` gathers in a layer: loss and gap of each of its calls.
+    """Loss and gap of each call of a layer, gathered for `separation_losses`.
 
-    The numbers are a flat tuple; the metadata are the options of `separation_losses`.
+    The numbers are a flat tuple `(loss, gap, loss, gap, ...)`; the metadata are the
+    options of `separation_losses`.
     """
 
     def extended(self, kernel: Any, patterns: Array, where: Array | None) -> Any:
-        """The record of one call more, which separates the features of the patterns."""
+        """The record with one more call, whose loss is on the features of `patterns`.
+
+        Patterns are `(*sets, S, d)`; `where (*sets, S)` is true for valid patterns.
+        """
         options = self.get_metadata()
         kind, t, through = (options[name] for name in ("kind", "t", "through"))
         features = kernel(patterns if through else lax.stop_gradient(patterns))
@@ -66,7 +70,7 @@ class LinearFeatures(nnx.Module):
 
     Args:
       size: dimension `d` of patterns.
-      feature_size: `D`; `d` by default.
+      feature_size: dimension `D` of features; `d` by default.
       start: `identity` (so that a new layer equals one without a kernel), `random`
         (`N(0, 1 / d)`), or `uniform` (within `1 / sqrt(d)` of zero, the bias too, as in
         the authors' code).
@@ -77,7 +81,7 @@ class LinearFeatures(nnx.Module):
       rngs: for the random start.
 
     Raises:
-      ValueError: if the start is unknown, or an argument is of another type.
+      ValueError: if the start is unknown, or an argument has the wrong type.
     """
 
     def __init__(
@@ -124,12 +128,12 @@ class LinearFeatures(nnx.Module):
 
 
 class SeparationLosses(NamedTuple):
-    """Of the kernel of each layer, the mean over the memory sets that it sees.
+    """Result of `separation_losses`: means over the memory sets that a layer sees.
 
     Attributes:
-      loss: `(layers,)`, the separation loss.
-      gap: `(layers,)`, how far it is above `least_separation_loss`. Where it is closed,
-        Stage I has nothing left to do.
+      loss: `(layers,)`, the separation loss of each layer's kernel.
+      gap: `(layers,)`, the loss minus `least_separation_loss`. Stage I cannot lower a
+        loss whose gap is zero.
     """
 
     loss: Float[Array, " layers"]
@@ -146,27 +150,28 @@ def separation_losses(
 ) -> SeparationLosses:
     """Separation loss of the kernel of each layer, in one forward pass.
 
-    The memories that a layer sees are taken as they are: a loss moves the kernel of its
-    own layer, and nothing else; but with `through`, all that comes before it. The model
-    stays as it is, its random streams and statistics too.
+    The memories that a layer sees are constants: a loss has gradients in the kernel of
+    its own layer alone. With `through`, gradients also reach the layers before it. The
+    model does not change, nor do its random streams and statistics.
 
     Args:
       model: a module with `Hopfield` layers that have a kernel.
-      *inputs: of the model.
-      kind: of the loss, see `separation_loss`.
-      t: its scale.
-      through: let gradients pass into what memories are computed by, as the authors'
-        code does.
+      *inputs: positional arguments of the model.
+      kind: kind of the loss, as in `separation_loss`.
+      t: scale of the loss, as in `separation_loss`.
+      through: let gradients pass through the memories to the layers before, as the
+        authors' code does.
       **options: keyword arguments of the model.
 
     Returns:
-      `SeparationLosses`, layers in the order of their paths; a layer that is called
-      twice counts twice, and layers that are stacked (`nnx.vmap`, `nnx.scan`) each.
+      `SeparationLosses`, one entry for each layer, in the order of their paths. A layer
+      that is called twice has two entries; stacked layers (`nnx.vmap`, `nnx.scan`) have
+      one each.
 
     Raises:
       ValueError: if no layer has a kernel.
     """
-    model = nnx.clone(model)  # which may be a constant of a trace
+    model = nnx.clone(model)  # the model may be a constant of a trace
     for node in modules_of(model):
         node.separation_record = SeparationRecord((), kind=kind, t=t, through=through)
     model(*inputs, **options)
@@ -186,22 +191,28 @@ def modules_of(module: nnx.Module) -> list[Any]:
 
 
 def as_kernel(module: Any) -> Any:
-    """The module, or what a function makes, its parameters turned `KernelParam`s."""
+    """The module, or the one that a function makes, with `KernelParam`s for `Param`s.
+
+    Raises:
+      ValueError: if `module` is neither, or has parameters outside of attributes.
+    """
     if callable(module) and not isinstance(module, (nnx.Module, type)):
         module = module()
     if not isinstance(module, nnx.Module):
         raise ValueError(
-            f"kernel must be True, an nnx.Module or make one, got {module!r}"
+            "kernel must be True, an nnx.Module or a function that makes one, got "
+            f"{module!r}"
         )
     other = nnx.All(nnx.Param, nnx.Not(KernelParam))
-    made: dict[int, nnx.Variable] = {}  # a parameter in two places stays one
+    converted: dict[int, nnx.Variable] = {}  # a parameter in two places stays one
     for node in modules_of(module):
         for name, x in list(vars(node).items()):
             if isinstance(x, nnx.Param) and not isinstance(x, KernelParam):
-                if id(x) not in made:
+                if id(x) not in converted:
                     (value,) = jax.tree.leaves(x)
-                    made[id(x)] = KernelParam.from_metadata(value, x.get_metadata())
-                setattr(node, name, made[id(x)])
+                    metadata = x.get_metadata()
+                    converted[id(x)] = KernelParam.from_metadata(value, metadata)
+                setattr(node, name, converted[id(x)])
     if jax.tree.leaves(nnx.state(module, other)):
         raise ValueError(
             "kernel must hold its parameters as attributes of modules (lists may hold "

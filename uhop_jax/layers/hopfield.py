@@ -22,10 +22,10 @@ from uhop_jax._checks import (
     check_rngs,
     check_sizes,
 )
-from uhop_jax.layers.association import HEAD_AXES, Association, moved
+from uhop_jax.layers.association import HEAD_AXES, Association, map_head_axis
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import LinearFeatures, as_kernel
-from uhop_jax.layers.masks import combined, extended
+from uhop_jax.layers.masks import combined_mask, extended_mask
 from uhop_jax.retrieval import converge, energy, has_energy, retrieve
 from uhop_jax.separation import (
     Entmax,
@@ -37,7 +37,7 @@ from uhop_jax.separation import (
 from uhop_jax.similarity import Dot
 
 VALUES = ("keys", "direct")
-MAX_STEPS = 64  # of updates until a state stands still
+MAX_STEPS = 64  # cap on the updates of a state that has not converged
 Initializer = Callable[..., Array]
 
 
@@ -46,47 +46,49 @@ class Hopfield(nnx.Module):
 
     Args:
       state_size: dimension of states.
-      memory_size: dimension of memories; as states by default.
-      value_size: dimension of the stored values, where they are another array; needs
+      memory_size: dimension of memories; `state_size` by default.
+      value_size: dimension of separate values; `memory_size` by default. Needs
         `values="direct"` or `static`.
-      num_heads: heads.
-      head_size: dimension in which a head compares; `state_size / num_heads`.
-      value_head_size: dimension of what a head reads out; as `head_size`.
-      out_size: dimension of the output; as states. Needs `project_out`.
+      num_heads: number of heads.
+      head_size: dimension of a head's queries and keys; `state_size / num_heads` by
+        default.
+      value_head_size: dimension of a head's values; `head_size` by default.
+      out_size: dimension of the output; `state_size` by default. Needs `project_out`.
       separation: a `Separation` or its name. An `Entmax` may have an `alpha` of shape
         `(num_heads,)`.
       learn_alpha: learn the `alpha` of an `Entmax` within (1, 2), in the shape given.
       beta: inverse temperature, a number or `(num_heads,)`; None is
         `1 / sqrt(head_size)`.
-      learn_beta: learn it, in the shape given.
-      steps: updates of the state; None updates until it stands still (implicit
-        gradients), at most `max_steps` times.
-      max_steps: that cap, 64 by default; needs `steps=None`.
-      kernel: `Phi`, applied to what queries and keys are projected from: True for
-        `LinearFeatures`, any module, or a function that makes one, for layers to have
-        each its own; every `nnx.Param` becomes a `KernelParam`.
-      separate_states: the separation loss of the kernel is over states and memories
+      learn_beta: learn `beta`, in the shape given.
+      steps: number of updates of the state; None repeats the update until the state
+        converges, at most `max_steps` times, with implicit gradients.
+      max_steps: cap on the updates, 64 by default; needs `steps=None`.
+      kernel: `Phi`, applied to states and memories before the projections. True is
+        `LinearFeatures`; else a module, or a function that makes one, so that each
+        layer has its own. Every `nnx.Param` in it becomes a `KernelParam`.
+      separate_states: take the separation loss of the kernel over states and memories
         together, not over the memories alone; needs a kernel.
-      values: `keys` reads out `W_V W_K Y` (the paper's), `direct` `W_V Y`.
-      static: no projections at all, so none of their options: retrieval as the
-        functional core does it. One head.
+      values: `keys` reads out `W_V W_K Y`, as in the paper; `direct` reads out `W_V Y`.
+      static: one head without projections, as in the functional core. The options of
+        the projections are then errors.
       project_out: apply the output projection.
       use_bias: biases in the projections.
-      weight_init: of the weights of the projections; LeCun's normal by default.
-      bias_init: of their biases; zeros by default.
-      normalize_state: LayerNorm of the states that come in.
-      normalize_memory: LayerNorm of the memories.
+      weight_init: initializer of the projections' weights; LeCun normal by default.
+      bias_init: initializer of the projections' biases; zeros by default.
+      normalize_state: LayerNorm of the incoming states.
+      normalize_memory: LayerNorm of the incoming memories.
       normalize_value: LayerNorm of direct values.
       normalize_pattern: LayerNorm of projected queries and keys, head by head.
-      bias_pattern: one learned memory more.
-      zero_memory: one memory of zeros more, to which a state that matches nothing goes.
-      dropout: part of the weights that is dropped while a key is given.
+      bias_pattern: add one learned memory.
+      zero_memory: add one memory of zeros, which attracts states that match no other
+        memory.
+      dropout: share of the weights that is dropped when a call has a key, in `[0, 1)`.
       dtype: of the computation; None follows inputs and parameters.
       param_dtype: of the parameters.
       rngs: for the start values.
 
     Raises:
-      ValueError: if options do not fit together, or one of them would do nothing.
+      ValueError: if options do not fit together, or an option would have no effect.
     """
 
     def __init__(
@@ -224,8 +226,8 @@ class Hopfield(nnx.Module):
         if learn_beta:
             self.log_beta = nnx.Param(jnp.log(jnp.asarray(beta, param_dtype)))
 
-        def norm(wanted: bool, size: int) -> Any:
-            if not wanted:
+        def norm(enabled: bool, size: int) -> Any:
+            if not enabled:
                 return nnx.data(None)
             return nnx.LayerNorm(size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
@@ -317,11 +319,11 @@ class Hopfield(nnx.Module):
         association_mask: Bool[Array, "..."] | None = None,
         key: Array | None = None,
     ) -> Float[Array, "*batch L out"]:
-        """Retrieves for each state what it is associated with.
+        """Retrieves the average of the associated memories for each state.
 
         Args:
-          state: queries; `(L, state_size)`, or with the last of the batch axes alone,
-            if all memory sets share them.
+          state: queries `(*batch, L, state_size)`. Leading axes of the batch may be
+            missing: memory sets along them share the states.
           memories: `(*batch, S, memory_size)`, or `(S, memory_size)`, which all states
             share; the states themselves by default.
           values: `(..., S, value_size)`, read out in place of the memories; only with
@@ -329,12 +331,18 @@ class Hopfield(nnx.Module):
           mask: `(S,)` or `(*batch, S)`, true for valid memories. A state without any
             valid memory retrieves zero, before the output projection.
           association_mask: `(L, S)`, `(*batch, L, S)` or `(*batch, heads, L, S)` with 1
-            or all heads: true where a state may see a memory. What no state may see,
-            by either mask, reaches neither a result nor a gradient, NaN included.
-          key: for dropout; None switches it off.
+            or all heads: true where a state may see a memory. A memory that no state
+            may see, by either mask, affects no result and no gradient, even if it is
+            NaN.
+          key: key of `jax.random` for dropout; None switches dropout off.
+
+        Returns:
+          `(*batch, L, out_size)`. Without the output projection the last axis has
+          `num_heads * value_head_size` entries, and `value_size` in a static layer.
 
         Raises:
-          ValueError: if shapes do not fit, a mask is not boolean, or `key` is no key.
+          ValueError: if shapes do not fit, a mask is not boolean, or `key` is not a key
+            of `jax.random`.
         """
         return self._associate(
             state, memories, values, mask, association_mask, key, False
@@ -358,6 +366,7 @@ class Hopfield(nnx.Module):
     def _associate(
         self, state, memories, values, mask, association_mask, key, details
     ) -> Association:
+        """The association; `details` asks for the energies too."""
         name_s, name_m, name_v = self.names
         if key is not None:
             check_key(key)
@@ -378,7 +387,7 @@ class Hopfield(nnx.Module):
                 "mask the patterns of an empty bag"
             )
         single = all(number == 1 for number in memories.shape[:-2])
-        if single and state.ndim >= memories.ndim:  # one memory for all
+        if single and state.ndim >= memories.ndim:  # one memory set for all states
             memories = memories.reshape(memories.shape[-2:])
             if values is not None:
                 values = values.reshape(values.shape[-2:])
@@ -404,13 +413,13 @@ class Hopfield(nnx.Module):
                 )
 
         shape = (*batch, self.num_heads, state.shape[-2], memories.shape[-2])
-        where, seen = combined(mask, association_mask, shape), None
-        if where is not None:  # what no state may see may hold anything, NaN too
-            seen = where.any((-3, -2))
-            by_any = seen.any(tuple(range(len(batch)))) if shared else seen
-            memories = _zero_unless(by_any, memories)
+        where, visible = combined_mask(mask, association_mask, shape), None
+        if where is not None:  # a memory that no state may see may be NaN
+            visible = where.any((-3, -2))
+            needed = visible.any(tuple(range(len(batch)))) if shared else visible
+            memories = _zero_unless(needed, memories)
             if values is not None:
-                values = _zero_unless(by_any, values)
+                values = _zero_unless(needed, values)
         if self.norm_state is not None:
             state = self.norm_state(state)
         if self.norm_memory is not None:
@@ -421,11 +430,11 @@ class Hopfield(nnx.Module):
         mapped = memories
         if self.kernel is not None:
             record = getattr(self, "separation_record", None)
-            if record is not None:  # in `separation_losses` alone
-                self._record(record, state, memories, seen, batch)
+            if record is not None:  # set by `separation_losses`
+                self._record(record, state, memories, visible, batch)
             state, mapped = self.kernel(state), self.kernel(memories)
 
-        late = False  # project what is read out, not the memories
+        late = False  # whether the value projection follows the weighted sum
         if self.static:
             query, keys, read = (x[..., None, :] for x in (state, mapped, read))
         else:
@@ -445,31 +454,31 @@ class Hopfield(nnx.Module):
         keys = self._extended(keys, self.bias_key)
         read = self._extended(read, self.bias_value)
         if where is not None:
-            where = extended(where, keys.shape[-3] - stored)
+            where = extended_mask(where, keys.shape[-3] - stored)
 
         # Heads are one axis before the last, (..., L, heads, size).
         arguments = query, keys, read, self._beta(), self._alpha(), where
-        found = self._over_heads(details, *arguments)
-        output, kept = found.output, found.weights
+        result = self._over_heads(details, *arguments)
+        output, weights = result.output, result.weights
         if key is not None and self.dropout:
-            kept = dropped(kept, self.dropout, key)
+            weights = dropped(weights, self.dropout, key)
             if where is not None:  # a weight of zero times NaN is not zero
                 read = _zero_unless(jnp.isfinite(read).all(-1), read)
-            output = jnp.einsum("...hls,...shv->...lhv", kept, read)
+            output = jnp.einsum("...hls,...shv->...lhv", weights, read)
         if late:
-            output = self._projected(output, kept)
+            output = self._projected(output, weights)
         if self.static:
-            return moved(found._replace(output=output), jnp.squeeze)
+            return map_head_axis(result._replace(output=output), jnp.squeeze)
         if self.out is None:
             output = output.reshape(*output.shape[:-2], -1)
         else:
             output = self.out(output)
-        return found._replace(output=output)
+        return result._replace(output=output)
 
     def _projected(self, mean: Array, weights: Array) -> Array:
-        """Values of a mean of memories: the mean of their values.
+        """The weighted sum of projected values, from the weighted sum of the memories.
 
-        But for the bias, where the weights do not sum to one.
+        The two differ in the bias alone, which the sum of the weights scales.
         """
         output = self.value(mean)
         if self.value.bias is None:
@@ -479,7 +488,7 @@ class Hopfield(nnx.Module):
         return output + jnp.einsum("...hl,hv->...lhv", excess, bias)
 
     def _record(self, record, state, memories, where, batch) -> None:
-        """Leaves to `separation_losses` what the kernel is to separate."""
+        """Adds the separation loss of this call to the record."""
         patterns = memories
         if self.separate_states:
             state = jnp.broadcast_to(state, (*batch, *state.shape[-2:]))
@@ -494,23 +503,23 @@ class Hopfield(nnx.Module):
     def _over_heads(
         self, details, query, keys, read, beta, alpha, where
     ) -> Association:
-        """Retrieval of each head; what comes in and goes out has an axis of heads."""
+        """Retrieval of each head; arrays have an axis of heads before and after."""
 
-        def one(query, keys, read, beta, alpha, where) -> Association:
+        def one_head(query, keys, read, beta, alpha, where) -> Association:
             separation = self.separation
             if isinstance(separation, Entmax):
                 separation = dataclasses.replace(separation, alpha=alpha)
             options = {"beta": beta, "separation": separation, "mask": where}
             if self.steps is None:
-                found = converge(
+                end = converge(
                     keys, query, values=read, max_steps=self.max_steps, **options
                 )
                 return Association(
-                    found.pattern,
-                    found.weights,
-                    found.energy,
-                    found.steps,
-                    found.converged,
+                    end.pattern,
+                    end.weights,
+                    end.energy,
+                    end.steps,
+                    end.converged,
                 )
             state, weights = retrieve(
                 keys, query, values=read, steps=self.steps, **options
@@ -526,23 +535,23 @@ class Hopfield(nnx.Module):
         per_head = None if where is None or where.shape[-3] == 1 else -3
         if where is not None and per_head is None:
             arguments = (*arguments[:-1], where.squeeze(-3))
-        places = (-2, -2, -2, *map(_head_axis, (beta, alpha)), per_head)
+        axes = (-2, -2, -2, *map(_head_axis, (beta, alpha)), per_head)
         if self.num_heads > 1:
-            return jax.vmap(one, places, HEAD_AXES)(*arguments)
+            return jax.vmap(one_head, axes, HEAD_AXES)(*arguments)
         single = [
-            x if at is None else x.squeeze(at)
-            for x, at in zip(arguments, places, strict=True)
+            x if axis is None else x.squeeze(axis)
+            for x, axis in zip(arguments, axes, strict=True)
         ]
-        return moved(one(*single), jnp.expand_dims)
+        return map_head_axis(one_head(*single), jnp.expand_dims)
 
     def _beta(self) -> Array:
-        """One for all heads, or one for each."""
+        """The inverse temperature: one for all heads, or one for each."""
         if self.log_beta is None:
             return jnp.asarray(self.beta)
         return jnp.exp(self.log_beta[...])
 
     def _alpha(self) -> Array | None:
-        """One for all heads, or one for each; None if the separation has none."""
+        """`alpha`: one for all heads, or one for each; None without an entmax."""
         if self.alpha is None:
             return None
         if isinstance(self.alpha, nnx.Variable):
@@ -550,6 +559,7 @@ class Hopfield(nnx.Module):
         return jnp.asarray(self.alpha)
 
     def _per_head(self, name: str, value: Any) -> np.ndarray:
+        """A number, or `(num_heads,)` numbers, of a checked shape."""
         value = as_numbers(name, value)
         if value.shape not in ((), (self.num_heads,)):
             raise ValueError(
@@ -559,14 +569,15 @@ class Hopfield(nnx.Module):
         return value
 
     def _extended(self, x: Array, bias: nnx.Variable | None) -> Array:
-        """With the bias pattern and the zero memory behind the others."""
-        more = []
+        """`x (..., S, heads, size)` with the bias pattern and the zero memory added."""
+        added = []
         if bias is not None:
-            more.append(bias[...].astype(x.dtype))
+            added.append(bias[...].astype(x.dtype))
         if self.zero_memory:
-            more.append(jnp.zeros(x.shape[-2:], x.dtype))
-        more = [jnp.broadcast_to(m, (*x.shape[:-3], 1, *x.shape[-2:])) for m in more]
-        return jnp.concatenate([x, *more], axis=-3) if more else x
+            added.append(jnp.zeros(x.shape[-2:], x.dtype))
+        shape = (*x.shape[:-3], 1, *x.shape[-2:])
+        added = [jnp.broadcast_to(pattern, shape) for pattern in added]
+        return jnp.concatenate([x, *added], axis=-3) if added else x
 
 
 def _zero_unless(valid: Array, x: Array) -> Array:
@@ -575,7 +586,7 @@ def _zero_unless(valid: Array, x: Array) -> Array:
 
 
 def _head_axis(x: Array | None) -> int | None:
-    """The axis of heads of `beta` and `alpha`, which a number does not have."""
+    """The axis of heads of `beta` or `alpha`; None if it is one number."""
     return 0 if x is not None and x.ndim else None
 
 

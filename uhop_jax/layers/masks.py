@@ -1,4 +1,4 @@
-"""Which memories a state may see."""
+"""Masks of a layer: which memories a state may see."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool
 from uhop_jax._checks import broadcast_rows, is_traced
 
 
-def combined(
+def combined_mask(
     mask: Any, association_mask: Any, shape: tuple[int, ...]
 ) -> Bool[Array, "..."] | None:
-    """Both masks of a layer as one.
+    """Combines both masks of a layer.
 
     Args:
       mask: `(S,)` or `(*batch, S)`, true for valid memories; or None.
@@ -32,79 +32,85 @@ def combined(
         mask = jnp.broadcast_to(_checked_mask(mask, tuple(batch), S), (*batch, S))
         where = jnp.broadcast_to(mask[..., None, None, :], (*batch, 1, L, S))
     if association_mask is not None:
-        seen = _boolean("association_mask", association_mask)
+        visible = _boolean("association_mask", association_mask)
         shapes = [(L, S), (*batch, L, S), (*batch, 1, L, S), (*batch, heads, L, S)]
-        if seen.shape not in shapes:
+        if visible.shape not in shapes:
             raise ValueError(
                 "association_mask must have shape "
-                f"{' or '.join(map(str, dict.fromkeys(shapes)))}, got {seen.shape}"
+                f"{' or '.join(map(str, dict.fromkeys(shapes)))}, got {visible.shape}"
             )
-        if seen.ndim < len(shape):
-            seen = jnp.broadcast_to(seen, (*batch, L, S))[..., None, :, :]
-        where = seen if where is None else where & seen
+        if visible.ndim < len(shape):
+            visible = jnp.broadcast_to(visible, (*batch, L, S))[..., None, :, :]
+        where = visible if where is None else where & visible
     return where
 
 
-def extended(
+def extended_mask(
     where: Bool[Array, "... S"], learned: int
 ) -> Bool[Array, "... S_plus_learned"]:
-    """With memories of the layer itself behind the others, which all states see."""
+    """The mask with `learned` columns appended, for memories of the layer itself.
+
+    Every state sees the bias pattern and the zero memory.
+    """
     valid = jnp.ones((*where.shape[:-1], learned), bool)
     return jnp.concatenate([where, valid], axis=-1)
 
 
-def of_attention(
+def attention_mask(
     mask: Any, is_causal: bool, shape: tuple[int, ...]
 ) -> tuple[Bool[Array, "..."], Bool[Array, ""] | None]:
     """The mask of `HopfieldAttention` as an association mask.
 
     Args:
-      mask: what broadcasts to `shape`, boolean or of 0 and 1; or None.
-      is_causal: whether a query sees no key behind its own place.
+      mask: broadcasts to `shape`; boolean, or of 0 and 1 in any dtype; or None.
+      is_causal: whether a query sees no key at a later position.
       shape: `(*batch, heads, L, S)` of the weights.
 
     Returns:
-      `(*batch, 1 or heads, L, S)`, and whether a traced mask has other values, if that
-      can be.
+      The association mask `(*batch, 1 or heads, L, S)`, and a flag, true if a traced
+      mask has values other than 0 and 1; the flag is None if such values are excluded.
 
     Raises:
-      ValueError: if the mask has another shape or other values.
+      ValueError: if the mask does not broadcast, or it is not traced and has values
+        other than 0 and 1.
     """
     mask = jnp.ones((1, 1), bool) if mask is None else jnp.asarray(mask)
-    wrong = None
+    invalid = None
     if mask.dtype != jnp.bool_:
         others = (mask != 0) & (mask != 1)
         if is_traced(mask):
-            wrong = others.any()
+            invalid = others.any()
         else:
             with jax.ensure_compile_time_eval():
                 other = int(jnp.sum(others))
             if other:
                 raise ValueError(
-                    "mask must be boolean, or 1 for what may be seen and 0 for the "
-                    f"rest, got {other} other values of {mask.size}"
+                    "mask must be boolean, or 1 where a query may see a key and else "
+                    f"0, got {other} other values of {mask.size}"
                 )
         mask = mask.astype(bool)
     broadcast_rows("mask", mask, shape)
     heads = mask.shape[-3] if mask.ndim > 2 else 1
     mask = jnp.broadcast_to(mask, (*shape[:-3], heads, *shape[-2:]))
-    return jnp.tril(mask) if is_causal else mask, wrong
+    return jnp.tril(mask) if is_causal else mask, invalid
 
 
 def _checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:
+    """The boolean mask over memories, of a checked shape."""
     mask = _boolean("mask", mask)
     if mask.shape not in ((S,), (*batch, S)):
         raise ValueError(
-            f"mask must have shape {(S,)} or {(*batch, S)}, got {mask.shape}; what a "
-            "single state may see goes into association_mask"
+            f"mask must have shape {(S,)} or {(*batch, S)}, got {mask.shape}; use "
+            "association_mask for a mask of each state"
         )
     return mask
 
 
 def _boolean(name: str, mask: Any) -> Array:
+    """The mask as an array, of a checked dtype."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
         raise ValueError(
-            f"{name} must be boolean, true for what may be seen, got dtype {mask.dtype}"
+            f"{name} must be boolean, true for visible memories, got dtype {mask.dtype}"
         )
     return mask

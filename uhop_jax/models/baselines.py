@@ -1,6 +1,6 @@
-"""Forecasts without training: what every other forecast is to be compared with.
+"""Baselines for forecasts: simple methods that need no training, in NumPy on the host.
 
-On the host, in NumPy. A forecast takes inputs `(B, L, D)` and gives `(B, H, D)`.
+A forecast maps inputs `(B, L, D)` to `(B, H, D)`: windows, steps, series.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ RIDGE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class LastValue:
-    """Goes on with the last value.
+    """Repeats the last value.
 
     Attributes:
-      out_len: `H`.
+      out_len: steps of the forecast, `H`.
     """
 
     out_len: int
@@ -37,10 +37,10 @@ class LastValue:
 
 @dataclasses.dataclass(frozen=True)
 class WindowMean:
-    """Goes on with the mean of the input.
+    """Repeats the mean of the input.
 
     Attributes:
-      out_len: `H`.
+      out_len: steps of the forecast, `H`.
     """
 
     out_len: int
@@ -56,8 +56,9 @@ class Seasonal:
     """Repeats the last period.
 
     Attributes:
-      out_len: `H`.
-      period: in rows, `L` at most.
+      out_len: steps of the forecast, `H`.
+      period: length of the period in steps, from 1 to `L`; a call raises a `ValueError`
+        for others.
     """
 
     out_len: int
@@ -67,8 +68,8 @@ class Seasonal:
         self, inputs: Float[np.ndarray, "B L D"]
     ) -> Float[np.ndarray, "B H D"]:
         check_count("period", self.period, 1, inputs.shape[1])
-        place = np.arange(self.out_len) % self.period - self.period
-        return inputs[:, place]
+        index = np.arange(self.out_len) % self.period - self.period
+        return inputs[:, index]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Linear:
     """One linear map for all series, on inputs whose last value is subtracted.
 
     Attributes:
-      weights: `(L, H)`.
+      weights: `(L, H)`, from steps of the input to steps of the forecast.
     """
 
     weights: Float[np.ndarray, "L H"]
@@ -92,15 +93,18 @@ class Linear:
 
 
 def fit_linear(train: Windows, *, ridge: float = RIDGE) -> Linear:
-    r"""The map of least squared error over all windows and series, in closed form.
+    r"""The linear map of least squared error over all windows and series.
 
-    With :math:`C_{ab} = \sum_{i, d} z_{i+a, d}\, z_{i+b, d}` over windows `i`, all that
-    the normal equations need is a difference of two running sums along each diagonal,
-    so that no window is ever copied.
+    The normal equations need only the products :math:`C_{ab} = \sum_{i, d} z_{i+a, d}\,
+    z_{i+b, d}`, summed over windows `i` and series `d`. Each diagonal of `C` is a
+    difference of running sums, so that no window is copied.
 
     Args:
       train: windows to fit.
-      ridge: added to the diagonal, in units of its mean.
+      ridge: number added to the diagonal of the Gram matrix, in units of its mean.
+
+    Returns:
+      The fitted `Linear`.
     """
     from scipy.linalg import solve
 
@@ -126,15 +130,19 @@ def baselines(train: Windows, *, period: int) -> dict[str, Forecast]:
 
     Args:
       train: windows that the linear map is fitted to.
-      period: of the seasonal repeat, in rows; it is left out if longer than the input.
+      period: period of `Seasonal` in steps. `Seasonal` is left out if the period is
+        longer than the input.
+
+    Returns:
+      The forecasts by name.
     """
-    found: dict[str, Forecast] = {
+    forecasts: dict[str, Forecast] = {
         "last value": LastValue(train.out_len),
         "window mean": WindowMean(train.out_len),
     }
     if period <= train.in_len:
-        found["seasonal"] = Seasonal(train.out_len, period)
-    return found | {"linear": fit_linear(train)}
+        forecasts["seasonal"] = Seasonal(train.out_len, period)
+    return forecasts | {"linear": fit_linear(train)}
 
 
 def evaluate(
@@ -143,9 +151,9 @@ def evaluate(
     """Errors on a split, exact means over all windows, steps and series.
 
     Args:
-      forecasts: by name.
-      split: the windows.
-      block: windows at a time.
+      forecasts: forecasts by name.
+      split: windows to forecast.
+      block: number of windows at a time.
 
     Returns:
       A record for each forecast: `method`, `windows`, `mse` and `mae`.

@@ -2,8 +2,9 @@
 
 Wu et al. 2024 (ICLR). Tokens are segments of one series; a block associates each
 series with itself over time, then the series with one another through a few pooled
-patterns. The preset `released` reproduces the oddities of the authors' release, for
-comparison with it; `paper` is the model that the release sets out to be.
+patterns. The preset `paper` is the model as the paper describes it. The preset
+`released` reproduces the oddities of the code that the authors released, for
+comparison.
 """
 
 import functools
@@ -24,7 +25,7 @@ from uhop_jax.separation import Entmax, Separation
 
 PRESETS = ("paper", "released")
 POOL_QUERIES = ("position", "shared")
-EPSILON = 1e-5  # of every LayerNorm
+EPSILON = 1e-5  # in every LayerNorm
 
 
 class STanHop(nnx.Module):
@@ -35,20 +36,22 @@ class STanHop(nnx.Module):
       in_len: steps of the input, `L`.
       out_len: steps of the forecast, `H`.
       segment: steps of a segment, `P`.
-      scales: of the encoder, `N`; each but the first merges segments.
-      merge: segments that a further scale makes one of, `w`.
-      size: of tokens, `d`.
+      scales: number of encoder scales, `N`; each scale after the first merges segments.
+      merge: number of segments that a scale merges into one, `w`.
+      size: dimension of tokens, `d`.
       mlp_size: hidden width of a block's MLPs, `f`.
       num_heads: heads of every layer.
-      pooled: patterns through which the series see one another, `c`.
-      pool_queries: `position` learns the queries of the pooling for each segment,
-        `shared` has one set of them.
-      dropout: of weights and of what each branch adds.
-      separation: of every layer; None is entmax with an `alpha` that each layer learns.
-      alpha_start: raw start of a learned `alpha = 1 + sigmoid(raw)`; None draws it from
-        `N(0, 1)`.
+      pooled: number of patterns through which the series see one another, `c`.
+      pool_queries: `position` learns separate pooling queries for each segment,
+        `shared` learns one set for all.
+      dropout: rate of dropout, on weights and on the output of each residual branch.
+      separation: separation of every layer; None is entmax with an `alpha` that each
+        layer learns.
+      alpha_start: start of `raw`, where a learned `alpha` is `1 + sigmoid(raw)`; None
+        draws it from `N(0, 1)`.
       alpha_per_head: learn an `alpha` for each head.
-      kernel: makes the kernel of a layer; each has its own.
+      kernel: True for linear features, or a function that makes the kernel of a layer;
+        each layer has its own.
       preset: `paper` or `released`.
       residual_mean: add the mean of the window to the forecast.
       dtype: of the computation; None follows inputs and parameters.
@@ -109,7 +112,7 @@ class STanHop(nnx.Module):
                 "separation": Entmax(1.5) if separation is None else separation,
                 "learn_alpha": separation is None,
                 "kernel": kernel,
-                "weight_init": nnx.initializers.zeros,  # until all are drawn at once
+                "weight_init": nnx.initializers.zeros,  # `start_linear_maps` draws them
                 **dtypes,
             },
             alpha_start=alpha_start,
@@ -157,14 +160,18 @@ class STanHop(nnx.Module):
 
         Args:
           inputs: windows.
-          bank: past windows of which the first block retrieves too, without training
-            (the plug-and-play memory); the parameters are those of that block.
-          bank_weight: of what is retrieved from the bank; at 0 it is left out.
-          hint: added to the decoder's input.
-          key: for dropout.
+          bank: past windows from which the first block retrieves too (the plug-and-play
+            memory), with the parameters of that block and without training.
+          bank_weight: weight of the patterns retrieved from the bank; at 0 the bank is
+            left out.
+          hint: tokens that are added to the decoder's input.
+          key: key of `jax.random` for dropout.
+
+        Returns:
+          The forecast of every window.
 
         Raises:
-          ValueError: if the inputs do not have the model's shape.
+          ValueError: if the inputs or the bank do not have the model's shape.
         """
         series, in_len, out_len = self.sizes
         for name, given in (("inputs", inputs), ("bank", bank)):
@@ -209,7 +216,7 @@ class STanHop(nnx.Module):
     def embedded(
         self, inputs: Float[Array, "*batch in_len series"]
     ) -> Float[Array, "*batch series segments size"]:
-        """Tokens of the segments; the first step is repeated to fill the first one."""
+        """Tokens of the segments, with their positions, after a LayerNorm."""
         tokens = self.embed(segments_of(inputs, self.segment))
         return self.norm(tokens + self.positions[...].astype(tokens.dtype))
 
@@ -217,7 +224,7 @@ class STanHop(nnx.Module):
 def segments_of(
     inputs: Float[Array, "*batch in_len series"], segment: int
 ) -> Float[Array, "*batch series segments segment"]:
-    """Each series cut into segments, its first step repeated at the front to fill."""
+    """Cuts each series into segments; copies of the first step fill the first one."""
     missing = -inputs.shape[-2] % segment
     if missing:
         first = jnp.repeat(inputs[..., :1, :], missing, axis=-2)
@@ -228,7 +235,7 @@ def segments_of(
 
 
 class _Builder:
-    """Makes the parts of a model, all with its options."""
+    """Builds the layers of a model, all with the model's options."""
 
     def __init__(self, *, size, options, alpha_start, alpha_per_head, released, rngs):
         self.size, self.options, self.released, self.rngs = (
@@ -259,7 +266,7 @@ class _Builder:
         return self._finished(Hopfield(self.size, rngs=self.rngs, **self._all(options)))
 
     def pooling(self, quantity: int, sets: tuple[int, ...]) -> Any:
-        """Learned queries, or in the release learned memories."""
+        """Pooling by learned queries; in the release, lookup in learned memories."""
         if self.released:
             layer: Any = HopfieldLayer(
                 self.size, quantity, rngs=self.rngs, **self._all({})
@@ -271,6 +278,7 @@ class _Builder:
         return self._finished(layer)
 
     def _all(self, options: Any) -> dict[str, Any]:
+        """Options of a layer: the model's, and `options` over them."""
         options = self.options | options
         heads = options["num_heads"]
         if options["learn_alpha"] and self.alpha_per_head:
@@ -278,6 +286,7 @@ class _Builder:
         return options | {"project_out": not self.released}
 
     def _finished(self, layer: Any) -> Any:
+        """The layer with the start of its `alpha` and, if released, scrambled heads."""
         association = getattr(layer, "association", layer)
         if self.options["learn_alpha"]:
             raw = association.alpha[...]
@@ -306,18 +315,19 @@ class MLP(nnx.Module):
 class ScrambledHeads(nnx.Module):
     """A layer whose heads are mixed up with its tokens, as in the release.
 
-    The result `(tokens, heads, head_size)` is laid out by heads, then read as tokens:
-    each row holds pieces of several. Without equivariance, and no part of the model.
+    The output `(tokens, heads, head_size)` is transposed to `(heads, tokens,
+    head_size)` and then read as tokens, so that a row holds pieces of several tokens.
+    The result is not equivariant. The preset `paper` does not use this layer.
     """
 
     def __init__(self, layer: Any, out: nnx.Linear, num_heads: int):
         self.layer, self.out, self.num_heads = layer, out, num_heads
 
     def __call__(self, *arguments: Array, key: Array | None = None) -> Array:
-        """As the layer, but for the order."""
-        found = self.layer(*arguments, key=key)
-        heads = found.reshape(*found.shape[:-1], self.num_heads, -1)
-        return self.out(jnp.swapaxes(heads, -3, -2).reshape(found.shape))
+        """The layer's output in the scrambled order."""
+        output = self.layer(*arguments, key=key)
+        heads = output.reshape(*output.shape[:-1], self.num_heads, -1)
+        return self.out(jnp.swapaxes(heads, -3, -2).reshape(output.shape))
 
 
 class Block(nnx.Module):
@@ -348,7 +358,7 @@ class Block(nnx.Module):
         bank_weight: float = 1.0,
         key: Array | None = None,
     ) -> Float[Array, "*batch series segments size"]:
-        """Tokens after both halves; `bank` is read between them."""
+        """Tokens after both associations; the bank is read between the two."""
         keys = _split(key, 2)
         tokens = self.over_time(tokens, keys[0])
         if bank is not None:
@@ -356,39 +366,40 @@ class Block(nnx.Module):
         return self._over_series(tokens, keys[1])
 
     def over_time(self, tokens: Array, key: Array | None) -> Array:
-        """Every series by itself, over its segments."""
+        """Associates the segments of each series with one another."""
         keys = _split(key, 3)
-        found = self.time(tokens, key=keys[0])
-        tokens = self.norms[0](tokens + dropped(found, self.dropout, keys[1]))
-        found = self.mlp_time(tokens)
-        return self.norms[1](tokens + dropped(found, self.dropout, keys[2]))
+        branch = self.time(tokens, key=keys[0])
+        tokens = self.norms[0](tokens + dropped(branch, self.dropout, keys[1]))
+        branch = self.mlp_time(tokens)
+        return self.norms[1](tokens + dropped(branch, self.dropout, keys[2]))
 
     def _over_series(self, tokens: Array, key: Array | None) -> Array:
-        """Every segment by itself, over the series."""
+        """Associates the series with one another, at each segment."""
         keys = _split(key, 4)
         tokens = jnp.swapaxes(tokens, -3, -2)
-        found = self.pool(tokens, key=keys[0])
-        if self.released:  # `found` is a lookup; the next layer never sees it
-            kept, found = found, self.across(tokens, key=keys[1])
+        pooled = self.pool(tokens, key=keys[0])
+        if self.released:  # `across` never sees the result of the lookup
+            residual, branch = pooled, self.across(tokens, key=keys[1])
         else:
-            kept, found = tokens, self.across(tokens, found, key=keys[1])
-        tokens = self.norms[2](kept + dropped(found, self.dropout, keys[2]))
-        found = self.mlp_series(tokens)
-        tokens = self.norms[3](tokens + dropped(found, self.dropout, keys[3]))
+            residual, branch = tokens, self.across(tokens, pooled, key=keys[1])
+        tokens = self.norms[2](residual + dropped(branch, self.dropout, keys[2]))
+        branch = self.mlp_series(tokens)
+        tokens = self.norms[3](tokens + dropped(branch, self.dropout, keys[3]))
         return jnp.swapaxes(tokens, -3, -2)
 
     def _from_bank(self, tokens: Array, bank: Array, weight: float) -> Array:
+        """Adds the patterns that each series retrieves from its part of the bank."""
         batch = tokens.shape[:-3]
         series, segments, size = tokens.shape[-3:]
         states = jnp.moveaxis(tokens.reshape(-1, series, segments, size), 0, 1)
-        found = self.time(states.reshape(series, -1, size), bank)
-        found = jnp.moveaxis(found.reshape(series, -1, segments, size), 1, 0)
-        found = found.reshape(*batch, series, segments, size)
-        return self.norms[0](tokens + jnp.asarray(weight, tokens.dtype) * found)
+        retrieved = self.time(states.reshape(series, -1, size), bank)
+        retrieved = jnp.moveaxis(retrieved.reshape(series, -1, segments, size), 1, 0)
+        retrieved = retrieved.reshape(*batch, series, segments, size)
+        return self.norms[0](tokens + jnp.asarray(weight, tokens.dtype) * retrieved)
 
 
 class Merge(nnx.Module):
-    """Makes one segment of several that follow one another."""
+    """Merges consecutive segments into one."""
 
     def __init__(self, layers: _Builder, number: int):
         self.number = number
@@ -398,20 +409,23 @@ class Merge(nnx.Module):
     def __call__(
         self, tokens: Float[Array, "*batch segments size"]
     ) -> Float[Array, "*batch merged size"]:
-        """Fewer tokens; the last ones are repeated to fill the last group."""
+        """Merged tokens; copies of the last tokens fill the last group."""
         segments, size = tokens.shape[-2:]
         missing = -segments % self.number
         if missing <= segments:
-            more = tokens[..., segments - missing :, :]
+            padding = tokens[..., segments - missing :, :]
         else:
-            more = jnp.repeat(tokens[..., -1:, :], missing, axis=-2)
-        tokens = jnp.concatenate([tokens, more], axis=-2)
+            padding = jnp.repeat(tokens[..., -1:, :], missing, axis=-2)
+        tokens = jnp.concatenate([tokens, padding], axis=-2)
         grouped = tokens.reshape(*tokens.shape[:-2], -1, self.number * size)
         return self.linear(self.norm(grouped))
 
 
 class DecoderLayer(nnx.Module):
-    """A block over the segments ahead, which then retrieve from an encoder scale."""
+    """A block over the forecast's segments, which then retrieve from an encoder scale.
+
+    `ahead` holds the tokens of the forecast, `encoded` the tokens of the encoder scale.
+    """
 
     def __init__(self, layers: _Builder, block: Block, segment: int, dropout: float):
         self.block = block
@@ -428,11 +442,16 @@ class DecoderLayer(nnx.Module):
         *,
         key: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Tokens for the next layer, and its part of the forecast."""
+        """Tokens for the next layer, and this layer's part of the forecast.
+
+        Returns:
+          Tokens of the shape of `ahead`, and steps `(*batch, series, segments,
+          segment)` that are summed over layers.
+        """
         keys = _split(key, 3)
         ahead = self.block(ahead, key=keys[0])
-        found = self.cross(ahead, encoded, key=keys[1])
-        ahead = self.norms[0](ahead + dropped(found, self.dropout, keys[2]))
+        branch = self.cross(ahead, encoded, key=keys[1])
+        ahead = self.norms[0](ahead + dropped(branch, self.dropout, keys[2]))
         ahead = self.norms[1](ahead + self.mlp(ahead))
         return ahead, self.head(ahead)
 
@@ -440,28 +459,30 @@ class DecoderLayer(nnx.Module):
 def start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
     """Draws weights and biases from `U(-1, 1) / sqrt(inputs)`, as PyTorch does.
 
-    All in one draw, which is compiled once; until then they are zero.
+    One draw serves all linear maps of the module, and is compiled once.
     """
-    found = []
+    bounded = []  # variables and their bounds
     for node in modules_of(module):
         if isinstance(node, (nnx.Linear, nnx.LinearGeneral)):
             inputs = node.in_features
             number = inputs if isinstance(inputs, int) else math.prod(inputs)
             parts = filter(None, (node.kernel, node.bias))
-            found += [(variable, number**-0.5) for variable in parts]
-    ends = np.cumsum([variable.size for variable, _ in found])
+            bounded += [(variable, number**-0.5) for variable in parts]
+    ends = np.cumsum([variable.size for variable, _ in bounded])
     draw: Any = jax.random.uniform(rngs.params(), (int(ends[-1]),), minval=-1.0)
     split: Any = jnp.split
-    if not is_traced(draw):  # each of the parts would be a program of its own
+    if not is_traced(draw):  # in JAX, each part would compile a program
         draw, split = np.asarray(draw), np.split
-    for (variable, bound), part in zip(found, split(draw, ends[:-1]), strict=True):
+    for (variable, bound), part in zip(bounded, split(draw, ends[:-1]), strict=True):
         value = (bound * part).reshape(variable.shape)
         variable[...] = jnp.asarray(value, variable.dtype)
 
 
 def _normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> nnx.Param:
+    """A parameter drawn from `N(0, 1)`."""
     return nnx.Param(jax.random.normal(rngs.params(), shape, dtype))
 
 
 def _split(key: Array | None, number: int) -> Any:
+    """`number` keys, or as many None."""
     return [None] * number if key is None else jax.random.split(key, number)

@@ -1,4 +1,4 @@
-"""External memory tuned for a trained forecaster: the futures of similar windows."""
+"""An external memory for a trained forecaster: the futures of similar windows."""
 
 from typing import Any
 
@@ -14,18 +14,19 @@ from uhop_jax.separation import Entmax
 
 
 class TuneAndPlay(nnx.Module):
-    """A frozen forecaster, to which the futures of similar past windows are a hint.
+    """A frozen forecaster with a hint: the futures of similar past windows.
 
-    Each series retrieves, by the cosine of its window with those of the bank, a convex
-    combination of their futures. It is added to the decoder's input, through a gate
-    that begins at zero. Only what this module adds is learned, by Stage I too.
+    Each series compares its window with the windows of the bank by their cosines, and
+    retrieves a convex combination of the bank's futures. The combination is embedded
+    and added to the decoder's input, through a gate that begins at zero. Training and
+    Stage I change the parameters of this module, not of the backbone.
 
     Args:
-      backbone: trained already.
-      windows: of the bank, `(K, in_len, series)`.
-      futures: of the bank, `(K, out_len, series)`.
+      backbone: trained forecaster.
+      windows: windows of the bank, `(K, in_len, series)`.
+      futures: rows that follow each window of the bank, `(K, out_len, series)`.
       beta: start of the inverse temperature, which is learned.
-      kernel: maps windows before they are scaled to unit length.
+      kernel: feature map of the windows, before they are scaled to unit length.
       rngs: for the start values.
 
     Raises:
@@ -47,9 +48,9 @@ class TuneAndPlay(nnx.Module):
             ("windows", windows, in_len),
             ("futures", futures, out_len),
         ):
-            wanted = (windows.shape[0], length, series)
-            if given.shape != wanted or not len(given):
-                raise ValueError(f"{name} must have shape {wanted}, got {given.shape}")
+            shape = (windows.shape[0], length, series)
+            if given.shape != shape or not len(given):
+                raise ValueError(f"{name} must have shape {shape}, got {given.shape}")
         self.backbone = backbone
         self.windows = nnx.Variable(jnp.moveaxis(jnp.asarray(windows), -1, 0))
         self.futures = nnx.Variable(jnp.moveaxis(jnp.asarray(futures), -1, 0))
@@ -77,8 +78,8 @@ class TuneAndPlay(nnx.Module):
     ) -> Float[Array, "*batch out_len series"]:
         """The forecast of the backbone, with the hint; no dropout without a key."""
         retrieved = self.pseudo_labels(inputs)
-        if hasattr(self, "separation_record"):  # in `separation_losses`
-            return retrieved  # the frozen forecaster has nothing more to separate
+        if hasattr(self, "separation_record"):  # set by `separation_losses`
+            return retrieved  # the backbone's kernels are frozen
         retrieved = jnp.swapaxes(retrieved, -1, -2)
         missing = -retrieved.shape[-1] % self.backbone.segment
         width = [(0, 0)] * (retrieved.ndim - 1) + [(0, missing)]
@@ -91,13 +92,13 @@ class TuneAndPlay(nnx.Module):
     def pseudo_labels(
         self, inputs: Float[Array, "*batch in_len series"]
     ) -> Float[Array, "*batch out_len series"]:
-        """What the bank makes of each window."""
+        """The future that each window retrieves from the bank."""
         flat = inputs.reshape(-1, *inputs.shape[-2:])
         states = jnp.moveaxis(flat, -1, 0)
         bank = lax.stop_gradient((self.windows[...], self.futures[...]))
-        found = self.association(states, *bank)
-        found = jnp.moveaxis(found, 0, -1)
-        return found.reshape(*inputs.shape[:-2], *found.shape[-2:])
+        labels = self.association(states, *bank)
+        labels = jnp.moveaxis(labels, 0, -1)
+        return labels.reshape(*inputs.shape[:-2], *labels.shape[-2:])
 
 
 class _UnitLength(nnx.Module):

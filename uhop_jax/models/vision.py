@@ -1,11 +1,12 @@
 """Image classifiers in which Hopfield layers take the place of attention [app:cls].
 
-Both cut an image into patches, embed them linearly, add a class token, and read the
-class from that token (Dosovitskiy et al. 2020). What the paper's text leaves open
-follows the code that its authors released (github.com/MAGICS-LAB/UHop, commit 31c5791,
-`models.py` and `layers.py`): ReLU and LayerNorm before the head, so that one layer over
-one patch is an MLP with one hidden layer and no linear classifier; a class token drawn
-from N(0, 1); no positions; dropout; biases, and start values as PyTorch has them.
+Both models cut an image into patches, embed them linearly, add a class token, and read
+the class from that token (Dosovitskiy et al. 2020). Details that the paper's text
+leaves open follow the code that its authors released (github.com/MAGICS-LAB/UHop,
+commit 31c5791, `models.py` and `layers.py`): a ReLU and a LayerNorm before the head, a
+class token drawn from N(0, 1), no positions, dropout, biases, and PyTorch's start
+values. With the ReLU, one layer over one patch is an MLP with one hidden layer, not a
+linear classifier.
 """
 
 import warnings
@@ -29,7 +30,7 @@ from uhop_jax.layers.features import fan_in_bound, fan_in_uniform
 
 
 class Patches(nnx.Module):
-    """Tokens of an image: one for each patch, and the class token apart from them.
+    """Tokens of an image: one for each patch, and a separate class token.
 
     Args:
       image_shape: `(height, width, channels)`.
@@ -118,7 +119,7 @@ class Patches(nnx.Module):
 class ViH(nnx.Module):
     """One Hopfield layer: the class token retrieves from the patches [app:cls].
 
-    What it retrieves passes a ReLU and a LayerNorm on its way to the head.
+    The retrieved pattern passes a ReLU, a LayerNorm and the linear head.
 
     Args:
       image_shape: `(height, width, channels)`.
@@ -126,12 +127,12 @@ class ViH(nnx.Module):
       patch: side of a patch in pixels.
       size: dimension of tokens.
       positions: add a learned position to each token.
-      dropout: of the weights over the patches. A dropped weight leaves nothing of an
-        image that is one patch.
+      dropout: share of the weights over the patches that is dropped. If an image is one
+        patch, a dropped weight removes the whole image.
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: for the start values.
-      **options: of `Hopfield`.
+      **options: further options of `Hopfield`.
 
     Raises:
       ValueError: if sizes do not fit.
@@ -181,16 +182,16 @@ class VisionHopfield(nnx.Module):
       classes: number of classes.
       patch: side of a patch in pixels.
       size: dimension of tokens.
-      depth: blocks.
-      num_heads: heads of each.
+      depth: number of blocks.
+      num_heads: heads of each block.
       mlp_size: hidden width of the MLPs; `4 * size` by default.
       positions: add a learned position to each token.
-      dropout: of the weights of the associations.
-      mlp_dropout: of the hidden layer and of the output of the MLPs.
+      dropout: rate of dropout on the weights of the associations.
+      mlp_dropout: rate of dropout on the hidden layer and the output of the MLPs.
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: for the start values.
-      **options: of `Hopfield`.
+      **options: further options of `Hopfield`.
 
     Raises:
       ValueError: if sizes do not fit.
@@ -243,14 +244,14 @@ class VisionHopfield(nnx.Module):
         token = jnp.broadcast_to(token, (*patches.shape[:-2], *token.shape))
         tokens = jnp.concatenate([token, patches], axis=-2)
         for number, block in enumerate(self.blocks):
-            within = None if key is None else jax.random.fold_in(key, number)
-            tokens = block(tokens, key=within)
+            block_key = None if key is None else jax.random.fold_in(key, number)
+            tokens = block(tokens, key=block_key)
         token = self.norm_tokens(tokens[..., 0, :])
         return self.head(self.norm(jax.nn.relu(token)))
 
 
 class Block(nnx.Module):
-    """Association of tokens with one another, then an MLP, both residual."""
+    """Self-association of the tokens, then an MLP, both as residual branches."""
 
     def __init__(
         self,
@@ -287,10 +288,11 @@ class Block(nnx.Module):
 
 
 def _starts(size: int) -> dict[str, Any]:
-    """Start values of projections from `size` dimensions."""
+    """Initializers of projections from `size` dimensions, as `Hopfield` options."""
     return {"weight_init": fan_in_uniform(), "bias_init": fan_in_bound(size)}
 
 
 def _linear(size: int, out: int, **options: Any) -> nnx.Linear:
+    """A linear map with PyTorch's start values."""
     options["kernel_init"], options["bias_init"] = fan_in_uniform(), fan_in_bound(size)
     return nnx.Linear(size, out, **options)

@@ -1,24 +1,25 @@
-r"""Retrieval from more memories than fit: the same dynamics, a block at a time.
+r"""Retrieval from more memories than fit on the device, a block at a time.
 
-Every separation here weighs a memory by its own overlap and one number of the query,
-:math:`p_\mu = f(z_\mu, \theta)`, such as the log-normaliser of softmax or the threshold
-of sparsemax. So memories can pass in blocks, in any order of sizes: overlaps are
-computed, used and forgotten, never more than a tile of them at a time.
+The weight of a memory, under every separation here, depends on the memory's own overlap
+and on one number of the query: :math:`p_\mu = f(z_\mu, \theta)`. For softmax the number
+is the log-normaliser, for sparsemax the threshold. Memories can therefore pass in
+blocks of any size, and only the overlaps of one tile are in memory at a time.
 
-- `Softmax`, `Softmax1`, `Polynomial`: one pass. The sums refer to one of the largest
-  overlaps so far and are rescaled when a much larger one comes.
-- `Sparsemax`, `Entmax`: a pass for the two largest of groups of memories, whose own
-  threshold is a lower bound of the one sought, and equal to it unless three memories of
-  a support share a group; Newton passes, where many memories are in a support; a pass
-  for the weighted sum, which skips every tile without support; and all of it again for
-  the queries whose weights then sum to more than one. `alpha > 2` takes passes for the
-  lowest overlap of the support and its weight instead, about ten, or forty to seventy
-  where many memories are in a support.
-- `TopK`: a pass that keeps the `k` largest, which are then fetched.
+- `Softmax`, `Softmax1`, `Polynomial`: one pass. The sums are relative to a reference
+  overlap, and are rescaled when a much larger overlap comes.
+- `Sparsemax`, `Entmax`: the first pass keeps the two largest overlaps of each group of
+  memories. The threshold of these overlaps is a lower bound of the true threshold; both
+  are equal unless three memories of a support share a group. Newton passes follow if
+  many memories are in a support. The last pass computes the weighted sum and skips
+  every tile without support. Newton passes and the last pass are repeated for queries
+  whose weights sum to more than one. An `alpha > 2` has no such threshold: passes find
+  the lowest overlap of the support and its weight, about ten passes, or forty to
+  seventy if many memories are in a support.
+- `TopK`: one pass keeps the `k` largest overlaps; their patterns are then fetched.
 
-Each algorithm is written once, in `_passes.average`. Two drivers run it, one in a
-compiled loop over an array (`_device`), one over blocks that come from a file or an
-iterator, the next on its way while the device works (`_host`).
+Each algorithm is written once, in `_passes.average`, and two drivers run it. `_device`
+is a compiled loop over an array. `_host` reads blocks from a file or an iterator, and
+transfers the next block while the device works.
 """
 
 import functools
@@ -56,9 +57,9 @@ from uhop_jax.streaming._passes import Model, Plan, check_numbers
 __all__ = ["Streamed", "retrieve_streamed"]
 
 STREAMED = (Softmax, Softmax1, Sparsemax, Entmax, Polynomial, TopK)
-TILE = 2**19  # overlaps at a time: what stays in the cache of a core
+TILE = 2**19  # overlaps in a tile, which fit into the cache of a core
 TILE_ROWS = 8192  # memories in a tile, at most
-QUERY_BLOCK = 256
+QUERY_BLOCK = 256  # queries in a block, by default
 Source = Any  # Array | np.ndarray | str | Path | Blocks
 
 
@@ -67,8 +68,8 @@ class Streamed(NamedTuple):
 
     Attributes:
       state: `(..., d)`, the retrieved pattern (or value).
-      weights: `(..., top)`, the largest of the last update, in falling order.
-      nearest: `(..., top)`, the memories they belong to.
+      weights: `(..., top)`, the largest weights of the last update, in falling order.
+      nearest: `(..., top)`, int32, the indices of the memories with these weights.
     """
 
     state: Float[Array, "*batch d"]
@@ -91,42 +92,44 @@ def retrieve_streamed(
     block: int | None = None,
     query_block: int | None = None,
 ) -> Streamed:
-    r"""`uhop_jax.retrieve` [eqn:ret-dyn], holding a block of memories at a time.
+    r"""`uhop_jax.retrieve` [eqn:ret-dyn] with one block of memories at a time.
 
-    A JAX array is read where it lies, inside one compiled program that can be jitted,
-    mapped and differentiated once in everything but the masks (reverse mode; overlaps
-    are computed again, block by block; for an `alpha` above 6, whose derivatives are
-    large, with ever fewer digits). Anything else is read on the host and cannot be
-    differentiated: a NumPy array, memory-mapped or not; the path of a `.npy` file,
-    which is then mapped; or a function without arguments that returns an iterator over
-    arrays `(n, d)` of any lengths, called once for every pass: each time a new one,
-    over the same rows. Such memories are not searched for NaN beforehand; one that is
-    found shows in the result.
+    A JAX array is read on its device, in one compiled program. The program works under
+    `jax.jit` and `jax.vmap`, and has first derivatives (reverse mode) in everything but
+    the masks. The backward pass computes the overlaps again, tile by tile. Derivatives
+    for an `alpha` above 6 are large and lose digits as `alpha` grows.
+
+    Other sources are read on the host and have no derivatives: a NumPy array,
+    memory-mapped or not; the path of a `.npy` file, which is memory-mapped; or a
+    function without arguments that returns an iterator over arrays `(n, d)`, with any
+    `n`. The function is called once for every pass, and must return a new iterator over
+    the same rows each time. These memories are not checked for NaN; a NaN in a memory
+    makes the result NaN.
 
     Args:
       memories: stored patterns `(M, d)`, one per row.
       query: initial states.
       beta: inverse temperature, positive; broadcasts against the leading axes of
         `query`, and so does `alpha`.
-      separation: one of this library's.
+      separation: a separation of this library.
       similarity: overlap of states with memories; larger is closer.
       steps: number of updates, at least 1.
-      values: what the last weights average `(M, v)`, a source as `memories` is; the
-        memories by default.
-      mask: true for valid memories, the same for all queries; for arrays alone.
-      observed: true for known components of the query, with one step; not for linear
-        kernels, which would see other memories for each query.
-      top: how many of the largest weights to report; costs a pass.
-      block: memories at a time, any number; chosen by size if None.
-      query_block: queries at a time, likewise. Memories on the host are read anew for
-        each block of queries.
+      values: patterns `(M, v)` that the last weights average, a source of the same kind
+        as `memories`; the memories by default.
+      mask: true for valid memories, the same for all queries; for JAX arrays alone.
+      observed: true for known components of the query; needs `steps=1`. Not for linear
+        kernels, whose features of a memory would differ from query to query.
+      top: number of largest weights to report; costs a pass.
+      block: number of memories in a block, at least 1; None chooses it by their size.
+      query_block: number of queries in a block, at least 1; None is 256. Memories on
+        the host are read again for each block of queries.
 
     Returns:
       `Streamed`, in the promoted dtype of `memories` and `query`.
 
     Raises:
-      ValueError: as in `retrieve`; or if a source cannot be read, or a separation
-        cannot be streamed.
+      ValueError: as in `retrieve`; or if a source cannot be read, a separation cannot
+        be streamed, or a second derivative is taken.
     """
     check_count("steps", steps, 1)
     check_count("top", top, 0)
@@ -164,7 +167,7 @@ def retrieve_streamed(
                 f"got {type(kernel).__name__}"
             )
         observed = jnp.broadcast_to(observed, query.shape).reshape(number, d)
-    dtype = wider_dtype(source.sample, query, *source.more)
+    dtype = wider_dtype(source.sample, query, *source.value_samples)
     working = working_dtype(jnp.zeros((), dtype))
     beta = as_positive("beta", beta, working)
 
@@ -176,5 +179,5 @@ def retrieve_streamed(
     size = min(query_block or QUERY_BLOCK, max(number, 1))
     tile = min(TILE_ROWS, max(TILE // size, 1), block or TILE_ROWS)
     plan = Plan(steps, top, tile, size, block, dtype)
-    found = source.run(plan, model, query.astype(dtype).reshape(number, d))
-    return Streamed(*(x.reshape(*rows, *x.shape[1:]) for x in found))
+    results = source.run(plan, model, query.astype(dtype).reshape(number, d))
+    return Streamed(*(x.reshape(*rows, *x.shape[1:]) for x in results))

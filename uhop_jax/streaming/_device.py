@@ -34,7 +34,7 @@ from uhop_jax.streaming._passes import (
 
 
 class Stored(NamedTuple):
-    """An array on the device, as a source."""
+    """A source: memories `(M, d)` on the device, with values and a mask or None."""
 
     memories: Array
     values: Array | None
@@ -42,6 +42,7 @@ class Stored(NamedTuple):
 
     @classmethod
     def of(cls, memories: Any, values: Any, mask: Any) -> "Stored":
+        """The source of checked arrays."""
         memories = as_floating(memories, "memories")
         if memories.ndim != 2:
             raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
@@ -63,22 +64,27 @@ class Stored(NamedTuple):
 
     @property
     def sample(self) -> Array:
+        """Memories from which dimension and dtype are read."""
         return self.memories
 
     @property
-    def more(self) -> tuple[Array, ...]:
+    def value_samples(self) -> tuple[Array, ...]:
+        """The values, if any, from which their dtype is read."""
         return () if self.values is None else (self.values,)
 
     @property
     def length(self) -> int:
+        """Number of memories."""
         return self.memories.shape[0]
 
     def run(self, plan: Plan, model: Model, query: Array) -> tuple[Array, ...]:
+        """The fields of `Streamed` for queries `(Q, d)`."""
         return _run_on_device(plan, *varying_alike((model, query, self)))
 
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _run_on_device(plan: Plan, model: Model, query: Array, stored: Stored):
+    """Runs blocks of `plan.queries` queries, one after another."""
     driver = _OnDevice(plan, stored)
     count, size = query.shape[0], plan.queries
     if count <= size:
@@ -89,20 +95,25 @@ def _run_on_device(plan: Plan, model: Model, query: Array, stored: Stored):
         return jnp.pad(x, widths, mode="edge").reshape(-1, size, *x.shape[1:])
 
     def block(parts):
-        query, own = parts
-        return run_queries(driver, plan, Model(model.similarity, *own), query)
+        query, per_query = parts
+        return run_queries(driver, plan, Model(model.similarity, *per_query), query)
 
-    found = lax.map(block, jax.tree.map(split, (query, model.own)))
-    return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in found)
+    results = lax.map(block, jax.tree.map(split, (query, model.per_query)))
+    return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in results)
 
 
 class _OnDevice:
-    """Passes over an array inside of a compiled program."""
+    """The driver of passes over an array, inside a compiled program.
+
+    A driver has loops (`repeat`), branches (`when`), passes (`fold`), averages and
+    fetched patterns (`take`), which `_passes` calls.
+    """
 
     repeat = staticmethod(lax.while_loop)
 
     @staticmethod
     def when(condition: Array, run: Callable[[], Any], otherwise: Any) -> Any:
+        """`run()` if the condition holds, else `otherwise`."""
         return lax.cond(condition, run, lambda: otherwise)
 
     def __init__(self, plan: Plan, stored: Stored):
@@ -110,13 +121,15 @@ class _OnDevice:
         self.groups = min(GROUPS, plan.tile, self.count)
 
     def width(self, y: Array, update: bool) -> int:
+        """Dimension of the averaged patterns: keys in an update, else values."""
         if update:
             return y.shape[-1]
         values = self.stored.values
         return (self.stored.memories if values is None else values).shape[-1]
 
     def fold(self, step, model, y, extra, carry, update, active=None):
-        del active  # shapes are fixed
+        """A pass: `step` carried over all tiles, without derivatives."""
+        del active  # the shapes are static: all queries take part
         stored, plan = self.stored, self.plan
         model, y, stored = lax.stop_gradient((model, y, stored))
         arguments = model, y, extra, carry
@@ -125,12 +138,14 @@ class _OnDevice:
         )
 
     def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Threshold]:
+        """Weighted average `(Q, v)`, with derivatives, and the threshold."""
         if isinstance(model.separation, TopK):
             return average(self, model, y, update)
         out, threshold = _differentiable(self.plan, update, model, y, self.stored)
         return out, lax.stop_gradient(threshold)
 
     def take(self, index: Array) -> tuple[Array, Array | None]:
+        """Memories and values at `index (Q, k)`."""
         stored = jax.tree.map(lambda x: x[index], self.stored._replace(mask=None))
         return jax.tree.map(
             lambda x: x.astype(self.plan.dtype), (stored.memories, stored.values)
@@ -149,7 +164,7 @@ def fold_tiles(
             return lax.dynamic_slice_in_dim(x, start, size)
 
         memories, values, mask = jax.tree.map(cut, stored)
-        if mask is not None:  # what is masked may be NaN
+        if mask is not None:  # a masked memory may be NaN
             memories = jnp.where(mask[:, None], memories, jnp.zeros((), memories.dtype))
             if values is not None:
                 values = jnp.where(mask[:, None], values, jnp.zeros((), values.dtype))
@@ -159,7 +174,7 @@ def fold_tiles(
         tile = Tile(memories, values, mask, start)
         return step(model, y, extra, carry, tile, update)
 
-    def last(carry: Any) -> Any:  # its first memories may have been seen already
+    def last(carry: Any) -> Any:  # the last tile overlaps the tile before it
         begin = jnp.asarray(full * size, jnp.int32)
         start = jnp.minimum(begin, stored.memories.shape[0] - size)
         place = start + jnp.arange(size, dtype=jnp.int32)
@@ -174,6 +189,7 @@ def fold_tiles(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(plan: Plan, update: bool, model: Model, y: Array, stored):
+    """`average` on the device, with the derivative of `_backward`."""
     return average(_OnDevice(plan, stored), model, y, update)
 
 
@@ -183,11 +199,12 @@ def _forward(plan, update, model, y, stored):
 
 
 def _backward(plan, update, residuals, cotangents):
-    r"""Gradients of :math:`\sum_\mu p_\mu v_\mu`, overlaps computed again.
+    r"""Gradients of :math:`\sum_\mu p_\mu v_\mu`, with the overlaps computed again.
 
-    The threshold moves with the overlaps so that the weights keep their sum: with `a`
-    the derivative of the result's cotangent product in the threshold and `b` that of
-    the sum, every weight has one more cotangent, `-a / b`.
+    The threshold depends on the overlaps, and keeps the sum of the weights fixed. Let
+    `a` be the derivative in the threshold of the product of cotangent and result, and
+    `b` the derivative in the threshold of the sum of the weights. The dependence adds
+    `-a / b` (`share`) to the cotangent of every weight.
     """
     residuals, g = _differentiated_once((residuals, cotangents[0]))
     model, y, stored, out, threshold = residuals
@@ -210,25 +227,29 @@ _differentiable.defvjp(_forward, _backward)
 
 @jax.custom_jvp
 def _differentiated_once(x: Any) -> Any:
-    """`x`, which its own derivatives would find to be constant."""
+    """`x` itself; a derivative of it raises an error.
+
+    Without the error, a second derivative would take `x` for a constant.
+    """
     return x
 
 
 @_differentiated_once.defjvp
 def _refuse(primals, tangents):
     raise ValueError(
-        "retrieve_streamed has first derivatives alone: take second ones of retrieve"
+        "retrieve_streamed has first derivatives alone: use retrieve for second ones"
     )
 
 
 def _contribution(model, y, threshold, tile: Tile, update) -> tuple[Array, Array]:
-    """What a tile adds to the result and to the sum of the weights."""
+    """A tile's part of the weighted sum `(Q, v)`, and of the sum of the weights."""
     keys, z = tile.overlaps(model, y)
     p = weights_of(model, z, threshold)
     return weigh(p, tile.averaged(keys, update)).astype(y.dtype), p.sum(-1)
 
 
 def _slopes(model, y, extra, carry, tile: Tile, update):
+    """Adds a tile's part of `a` and `b` of `_backward`."""
     threshold, g = extra
 
     def contribution(shift):
@@ -241,13 +262,14 @@ def _slopes(model, y, extra, carry, tile: Tile, update):
 
 
 def _pull_back(model, y, extra, carry, tile: Tile, update):
+    """Adds a tile's part of the gradients in the model, the states and the source."""
     threshold, g, share = extra
     by_model, by_y, by_stored = carry
 
     def contribution(smooth, y, memories, values):
-        own = tile._replace(memories=memories, values=values)
+        primal = tile._replace(memories=memories, values=values)
         full = smooth._replace(observed=model.observed)
-        return _contribution(full, y, threshold, own, update)
+        return _contribution(full, y, threshold, primal, update)
 
     smooth = model._replace(observed=None)
     _, pull = jax.vjp(contribution, smooth, y, tile.memories, tile.values)

@@ -33,12 +33,15 @@ from uhop_jax.streaming._passes import (
     weigh_tile,
 )
 
-BLOCK_BYTES = 2**23  # of memories that the host hands over at a time
+BLOCK_BYTES = 2**23  # bytes of memories in a block, by default
 Blocks = Callable[[], Iterable[Any]]
 
 
 class _Pieces:
-    """Rows of an array, a file or an iterator, in blocks of one size."""
+    """Rows of an array, a file or an iterator, in blocks of one size.
+
+    `count` is the number of rows; None for an iterator until a pass has counted them.
+    """
 
     def __init__(self, source: Any, name: str):
         self.name, self.count = name, None
@@ -84,6 +87,7 @@ class _Pieces:
         return map(self._piece, pieces)
 
     def _piece(self, piece: Any) -> np.ndarray:
+        """An array of the iterator, of a checked dtype and rank."""
         piece = native(np.asarray(piece))
         _check_real(piece, self.name)
         if piece.ndim != 2:
@@ -99,7 +103,7 @@ class _Pieces:
         return rows if self.count is None else min(rows, self.count)
 
     def blocks(self, size: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Blocks of `size` rows, the last one padded, and how many of them count."""
+        """Blocks of `size` rows, the last one padded, each with its number of rows."""
         if self.array is not None:
             for start in range(0, len(self.array), size):
                 block = native(np.asarray(self.array[start : start + size]))
@@ -107,8 +111,8 @@ class _Pieces:
             return
         pieces = self._open() if self.begun is None else self.begun
         self.begun = None
-        waiting: list[np.ndarray] = []
-        held = rows = 0
+        buffer: list[np.ndarray] = []
+        buffered = rows = 0
         for piece in pieces:
             if piece.shape[1] != self.sample.shape[-1]:
                 raise ValueError(
@@ -117,14 +121,15 @@ class _Pieces:
                 )
             rows += len(piece)
             while len(piece):
-                part, piece = piece[: size - held], piece[size - held :]
-                waiting.append(part.copy())  # the iterator may use its buffer again
-                held += len(part)
-                if held == size:
-                    yield np.concatenate(waiting), size
-                    waiting, held = [], 0
-        if held:
-            yield _padded(np.concatenate(waiting), size)
+                missing = size - buffered
+                part, piece = piece[:missing], piece[missing:]
+                buffer.append(part.copy())  # the iterator may overwrite its array
+                buffered += len(part)
+                if buffered == size:
+                    yield np.concatenate(buffer), size
+                    buffer, buffered = [], 0
+        if buffered:
+            yield _padded(np.concatenate(buffer), size)
         self.count = self.count or rows
         if rows != self.count:
             raise ValueError(
@@ -133,19 +138,20 @@ class _Pieces:
             )
 
     def take(self, index: np.ndarray, size: int) -> np.ndarray:
-        """Rows by number."""
+        """Rows at `index`, of an iterator in one pass by blocks of `size`."""
         if self.array is not None:
             return native(np.asarray(self.array[index]))
-        found = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
+        rows = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
         start = 0
         for block, count in self.blocks(size):
-            here = (index >= start) & (index < start + count)
-            found[here] = block[index[here] - start]
+            inside = (index >= start) & (index < start + count)
+            rows[inside] = block[index[inside] - start]
             start += count
-        return found
+        return rows
 
 
 def _check_real(block: np.ndarray, name: str) -> None:
+    """Refuses a dtype that JAX cannot hold as real numbers."""
     dtype = block.dtype
     real = dtype.kind in "biuf" and dtype.itemsize <= 8
     if not real and dtype != jnp.bfloat16:
@@ -155,6 +161,7 @@ def _check_real(block: np.ndarray, name: str) -> None:
 
 
 def _padded(block: np.ndarray, size: int) -> tuple[np.ndarray, int]:
+    """The block padded by zeros to `size` rows, and its number of rows."""
     count = len(block)
     if count < size:
         block = np.pad(block, ((0, size - count), (0, 0)))
@@ -162,13 +169,14 @@ def _padded(block: np.ndarray, size: int) -> tuple[np.ndarray, int]:
 
 
 class Read(NamedTuple):
-    """What the host reads, as a source."""
+    """A source: memories and values or None, in blocks that the host reads."""
 
     memories: _Pieces
     values: _Pieces | None
 
     @classmethod
     def of(cls, memories: Any, values: Any, mask: Any) -> "Read":
+        """The source of checked arrays, paths or functions."""
         if mask is not None:
             raise ValueError("mask belongs to memories that are a JAX array")
         pieces = _Pieces(memories, "memories")
@@ -176,25 +184,29 @@ class Read(NamedTuple):
             return cls(pieces, None)
         if isinstance(values, jax.core.Tracer):
             raise ValueError("values are traced, but memories are read on the host")
-        others = _Pieces(values, "values")
-        if others.count is not None and pieces.count is not None:
-            width = pieces.sample.shape[-1], others.sample.shape[-1]
-            check_values((others.count, width[1]), (pieces.count, width[0]))
-        return cls(pieces, others)
+        value_pieces = _Pieces(values, "values")
+        if value_pieces.count is not None and pieces.count is not None:
+            width = pieces.sample.shape[-1], value_pieces.sample.shape[-1]
+            check_values((value_pieces.count, width[1]), (pieces.count, width[0]))
+        return cls(pieces, value_pieces)
 
     @property
     def sample(self) -> Array:
+        """A row from which dimension and dtype are read."""
         return self.memories.sample
 
     @property
-    def more(self) -> tuple[Array, ...]:
+    def value_samples(self) -> tuple[Array, ...]:
+        """A row of the values, if any, from which their dtype is read."""
         return () if self.values is None else (self.values.sample,)
 
     @property
     def length(self) -> int | None:
+        """Number of memories; None for an iterator before its first pass."""
         return self.memories.count
 
     def run(self, plan: Plan, model: Model, query: Array) -> tuple[Array, ...]:
+        """The fields of `Streamed` for queries `(Q, d)`."""
         if is_traced(query) or any(map(is_traced, jax.tree.leaves(model))):
             raise ValueError(
                 "memories are read on the host, which jit, grad and vmap cannot do: "
@@ -209,7 +221,10 @@ class Read(NamedTuple):
 
 
 class _OnHost:
-    """Passes over blocks: one compiled program, the next block on its way meanwhile."""
+    """The driver of passes over blocks, with the methods of `_OnDevice`.
+
+    One compiled program works on a block while the next block is transferred.
+    """
 
     def __init__(self, plan: Plan, source: Read):
         self.plan, self.source, self.count = plan, source, source.length
@@ -245,31 +260,32 @@ class _OnHost:
             arguments = model, y, extra, carry
             place = np.int32(start), np.int32(count)
             after = run(step, self.plan, update, arguments, memories, values, *place)
-            jax.block_until_ready(carry)  # no more than two blocks wait
+            jax.block_until_ready(carry)  # at most two blocks are on the device
             carry, start = after, start + count
         self.count = start
         check_numbers(model.separation, self.plan.top, start)
         return carry
 
     def _fold_some(self, step, model, y, extra, carry, update, active):
-        """The queries that still matter, their number rounded up to a power of two."""
+        """A pass for the active queries, their number rounded up to a power of two."""
         number = 1 << (len(active) - 1).bit_length()
         index = np.resize(active, number)
-        y, extra, own = jax.tree.map(lambda x: x[index], (y, extra, carry))
-        found = self.fold(step, model.take(index), y, extra, own, update)
+        y, extra, part = jax.tree.map(lambda x: x[index], (y, extra, carry))
+        result = self.fold(step, model.take(index), y, extra, part, update)
         return jax.tree.map(
-            lambda whole, new: whole.at[active].set(new[: len(active)]), carry, found
+            lambda whole, new: whole.at[active].set(new[: len(active)]), carry, result
         )
 
     def take(self, index: Array) -> tuple[Array, Array | None]:
         source = self.source
-        found = [
+        rows = [
             None if x is None else x.take(np.asarray(index), self.size)
             for x in (source.memories, source.values)
         ]
-        return jax.tree.map(lambda x: jnp.asarray(x).astype(self.plan.dtype), (*found,))
+        return jax.tree.map(lambda x: jnp.asarray(x).astype(self.plan.dtype), (*rows,))
 
     def _placed(self, with_values: bool) -> Iterator[tuple[Array, Array | None, int]]:
+        """Blocks on the device with their number of rows, one transferred ahead."""
         source = self.source
         values: Iterator[Any] = iter(())
         if with_values and source.values is not None:
@@ -278,8 +294,8 @@ class _OnHost:
         for block, count in source.memories.blocks(self.size):
             value = None
             if with_values and source.values is not None:
-                value, own = next(values, (None, 0))
-                if own != count:
+                value, value_count = next(values, (None, 0))
+                if value_count != count:
                     raise ValueError("values end before the memories, or after")
             placed = jax.device_put((block, value)), count
             if ahead is not None:
@@ -293,7 +309,7 @@ class _OnHost:
 
 @functools.cache
 def _compiled() -> Any:
-    """`_fold_block`; on a CPU with vectors of full width, which XLA halves."""
+    """`_fold_block`, compiled; on a CPU with 512-bit vectors, wider than XLA's own."""
     on_cpu = jax.default_backend() == "cpu"
     return jax.jit(
         _fold_block,
@@ -303,6 +319,8 @@ def _compiled() -> Any:
 
 
 def _fold_block(step, plan, update, arguments, memories, values, start, count):
+    """Calls `step` on the tiles of a block whose first memory is number `start`."""
+
     def shifted(model, y, extra, carry, tile: Tile, update):
         tile = tile._replace(start=tile.start + start)
         return step(model, y, extra, carry, tile, update)

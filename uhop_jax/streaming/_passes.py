@@ -1,4 +1,15 @@
-"""The algorithms of streamed retrieval, each written once for both drivers."""
+"""The algorithms of streamed retrieval, each written once for both drivers.
+
+A driver has loops, branches and passes (`_device._OnDevice`, `_host._OnHost`). A pass,
+`driver.fold(step, model, y, extra, carry, update)`, calls a step on every tile of
+memories:
+
+    carry = step(model, y, extra, carry, tile, update)
+
+`y (Q, d)` holds the states of a block of queries, `extra` the constants of the pass.
+`update` is true for an update of the states, which averages keys, and false for the
+read-out, which averages values.
+"""
 
 import functools
 import math
@@ -35,11 +46,20 @@ from uhop_jax.separation import (
 )
 from uhop_jax.similarity import Similarity
 
-GROUPS = 512  # of memories, the two largest of which bound a threshold
+GROUPS = 512  # groups of memories, whose two largest overlaps bound a threshold
 
 
 class Plan(NamedTuple):
-    """What is static: loop lengths, sizes of blocks, and the dtype of the result."""
+    """Static options of a retrieval.
+
+    Attributes:
+      steps: number of updates.
+      top: number of largest weights to report.
+      tile: memories in a tile.
+      queries: queries in a block.
+      block: memories in a block of the host, or None.
+      dtype: dtype of the result.
+    """
 
     steps: int
     top: int
@@ -50,9 +70,13 @@ class Plan(NamedTuple):
 
 
 class Model(NamedTuple):
-    """How states are compared, with a `beta` and an `alpha` for each query.
+    """The model of a retrieval, with parameters `(Q,)` for each query.
 
-    And `observed (Q, d)`, its known components, or None.
+    Attributes:
+      similarity: overlap of states with memories.
+      separation: weights of overlaps; an `alpha` is `(Q,)`.
+      beta: inverse temperatures `(Q,)`.
+      observed: `(Q, d)`, true for known components of the queries, or None.
     """
 
     similarity: Similarity
@@ -61,30 +85,35 @@ class Model(NamedTuple):
     observed: Array | None = None
 
     @property
-    def own(self) -> tuple[Separation, Array, Array | None]:
-        """What each query has of its own."""
+    def per_query(self) -> tuple[Separation, Array, Array | None]:
+        """Separation, beta and observed, which have a row for each query."""
         return self.separation, self.beta, self.observed
 
     def take(self, index: Any) -> "Model":
-        """That of some of the queries."""
-        return Model(self.similarity, *jax.tree.map(lambda x: x[index], self.own))
+        """The model of the queries at `index`."""
+        return Model(self.similarity, *jax.tree.map(lambda x: x[index], self.per_query))
 
 
 class Threshold(NamedTuple):
-    """What weighs an overlap `z`: `x = beta (z - about) - shift`, `(Q,)` each.
+    """The threshold of each query, in two parts `(Q,)`.
 
-    For an entmax of `alpha > 2`: the lowest overlap of the support, and its weight.
+    The weight of an overlap `z` is a function of `beta (z - reference) - shift`. For an
+    entmax of `alpha > 2`, `reference` is the lowest overlap of the support, and `shift`
+    its weight.
 
-    In two parts, because the product of `beta` and the overlap that is `about` can be
-    so large that nothing is left of `shift` in a sum of the two, or infinite.
+    The sum `beta reference + shift` would not do: `beta reference` can be infinite, or
+    so large that `shift` is lost in rounding.
     """
 
-    about: Array
+    reference: Array
     shift: Array
 
 
 class Tile(NamedTuple):
-    """Some consecutive memories, the first of them number `start`."""
+    """Consecutive memories `(T, d)`, the first with index `start`.
+
+    Values `(T, v)` and the mask `(T,)` may be None.
+    """
 
     memories: Array
     values: Array | None
@@ -98,7 +127,7 @@ class Tile(NamedTuple):
         return keys, z if self.mask is None else jnp.where(self.mask[None], z, -jnp.inf)
 
     def averaged(self, keys: Array, update: bool) -> Array:
-        """What the weights average: an update the keys, the read-out the values."""
+        """The patterns to average: keys in an update, else values or memories."""
         if update:
             return keys
         return self.memories if self.values is None else self.values
@@ -107,7 +136,10 @@ class Tile(NamedTuple):
 def run_queries(
     driver: Any, plan: Plan, model: Model, query: Array
 ) -> tuple[Array, ...]:
-    """State, largest weights and their memories for a block of queries `(Q, d)`."""
+    """States, largest weights and the indices of their memories: fields of `Streamed`.
+
+    `query (Q, d)` is a block of queries.
+    """
     similarity = model.similarity
     y = similarity.state(query, model.observed)
     y = y.astype(working_dtype(y))
@@ -125,7 +157,7 @@ def run_queries(
 
 @jax.jit
 def _next_state(similarity: Similarity, mean: Array) -> Array:
-    """The state that follows from a weighted sum of keys: that of one such key."""
+    """The next states from weighted averages of keys, each combined as one key."""
     one = jnp.ones((1,), mean.dtype)
     return jax.vmap(lambda key: similarity.combine(key[None], one))(mean)
 
@@ -133,7 +165,7 @@ def _next_state(similarity: Similarity, mean: Array) -> Array:
 def average(
     driver: Any, model: Model, y: Array, update: bool
 ) -> tuple[Array, Threshold]:
-    """Weighted average `(Q, v)` of keys or values, and the threshold."""
+    """Weighted average `(Q, v)` of keys or values, and the threshold of each query."""
     separation = model.separation
     if isinstance(separation, TopK):
         return _average_of_largest(driver, model, y, update)
@@ -150,21 +182,26 @@ def average(
 
 @jax.jit
 def _finished(separation: Separation, out: Array, total: Array, top: Array):
-    """Normalised average, and the threshold, from sums that refer to `top`."""
+    """Normalised average, and the threshold, from sums relative to `top`."""
     safe = _safe(total)
     if isinstance(separation, Polynomial):
-        about, shift = top * safe ** (1 / separation.degree), jnp.zeros_like(top)
+        reference, shift = top * safe ** (1 / separation.degree), jnp.zeros_like(top)
     else:
-        about, shift = jnp.where(top == -jnp.inf, 0.0, top), jnp.log(safe)
-    return out / safe[:, None], Threshold(about, shift)
+        reference, shift = jnp.where(top == -jnp.inf, 0.0, top), jnp.log(safe)
+    return out / safe[:, None], Threshold(reference, shift)
 
 
 def _safe(total: Array) -> Array:
+    """A sum of weights as a divisor: one in place of zero."""
     return jnp.where(total == 0, 1.0, total)
 
 
 def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: bool):
-    """Sums of the weights, and of what they average, about an overlap seen before."""
+    """A step: sums of the averaged patterns and of the weights, relative to `top`.
+
+    The carry is `(out, total, top)`; `top` is an earlier overlap, and need not be the
+    largest.
+    """
     out, total, top = carry
     if isinstance(model.separation, Polynomial):
         keys, z = tile.overlaps(model, y)
@@ -191,23 +228,25 @@ def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: b
         part = weigh(e, averaged).astype(out.dtype)
         return out * scale[:, None] + part, total * scale + e.sum(-1), new
 
-    # Few tiles hold much larger overlaps than those before: a pass less for the others.
-    # Products with values stay finite up to the range of the dtype less this.
+    # Few tiles have much larger overlaps than earlier tiles. The other tiles need no
+    # second pass over the overlaps. A mass below the bound leaves products with values
+    # finite.
     largest = float(jnp.finfo(averaged.dtype).max) ** 0.25
     return lax.cond(jnp.all(mass < largest), about_top, about_larger)
 
 
 def _exp2(x: Array) -> Array:
-    """`2^x`; on a CPU in half the operations that XLA takes for it."""
+    """`2^x`; on a CPU with half the operations of XLA's `exp2`."""
     if x.dtype != jnp.float32:
         return jnp.exp2(x)
     return lax.platform_dependent(x, cpu=_short_exp2, default=jnp.exp2)
 
 
 def _short_exp2(x: Array) -> Array:
-    """`2^n 2^f`, `|f| <= 1/2`, by a polynomial; right to 3e-7, zero below `2^-126`.
+    """`2^x` as `2^n 2^f` with `|f| <= 1/2`, by a polynomial in `f`.
 
-    Above `2^127` that; NaN stays.
+    The relative error is at most 3e-7. The result is zero below `2^-126`, `2^127` above
+    `2^127`, and NaN for NaN.
     """
     x = jnp.clip(x, -127.0, 127.0)
     n = jnp.round(x)
@@ -215,7 +254,7 @@ def _short_exp2(x: Array) -> Array:
     p = jnp.full_like(f, 1.32647269e-03)
     for c in (9.67151266e-03, 5.55073374e-02, 2.40222421e-01, 6.93146978e-01, 1.0):
         p = p * f + c
-    # The bits of `2^n`; those of n = -127 are zero, and so is the float.
+    # The bits of the float `2^n`; for n = -127 all bits are zero, and so is the float.
     power = (n.astype(jnp.int32) + 127) << 23
     return p * lax.bitcast_convert_type(power, jnp.float32)
 
@@ -223,7 +262,7 @@ def _short_exp2(x: Array) -> Array:
 def _entmax_sums(
     driver: Any, model: Model, y: Array, start: tuple[Array, Array], update: bool
 ) -> tuple[Array, Array, Threshold]:
-    """Sums of the weights and of what they average, and the threshold."""
+    """Sums of the averaged patterns and of the weights, and the threshold."""
     none = jnp.full_like(y, -jnp.inf, shape=(y.shape[0], driver.groups))
     largest = driver.fold(_two_largest, model, y, (), (none, none), False)
     top, e, lower, likely, guess = _lower_bound(model, *largest)
@@ -255,18 +294,18 @@ def _entmax_sums(
             sums, driver.count, e, root, driver.repeat, active, ahead
         )
 
-    # Newton's steps square the error: the pass that would only find that the last one
-    # was right is the one that weighs.
-    ahead = jnp.sqrt(2 * limit)  # half the square is what one leaves, at most
+    # A Newton step leaves at most half the square of the error. The last step has no
+    # separate pass to check it: the pass for the weighted sum does.
+    ahead = jnp.sqrt(2 * limit)
     root = driver.when(~likely, lambda: climb(lower, ahead=ahead), lower)
     out, total = weigh_at(root)
     done = steep[:, None] | (total - 1 <= limit)[:, None]
 
     def again() -> tuple[Array, Array, Array]:
         finer = climb(root, ~done)
-        found = weigh_at(finer, ~done[:, 0])
-        kept = jnp.where(done, out, found[0])
-        return kept, jnp.where(done[:, 0], total, found[1]), finer
+        finer_out, finer_total = weigh_at(finer, ~done[:, 0])
+        merged = jnp.where(done, out, finer_out)
+        return merged, jnp.where(done[:, 0], total, finer_total), finer
 
     out, total, root = driver.when(jnp.any(~done), again, (out, total, root))
     return out, total, threshold(root)
@@ -275,7 +314,7 @@ def _entmax_sums(
 def _smallest_weight(
     driver: Any, model: Model, y: Array, top: Array, guess: Array
 ) -> tuple[Array, Array]:
-    """The lowest overlap of each support and its weight, where `alpha` exceeds 2."""
+    """The lowest overlap of each support and its weight, for `alpha > 2`."""
     e, _ = _exponent(model.separation, top)
     zero = jnp.zeros_like(top)
 
@@ -304,11 +343,15 @@ def _smallest_weight(
 
 @jax.jit
 def _lower_bound(model: Model, largest: Array, second: Array):
-    """The root of some of the entries is never above that of all.
+    """A lower bound of the root, from the two largest overlaps of each group `(Q, G)`.
 
-    Returns the maximum, `alpha - 1`, the root, and whether that is likely the root of
-    all entries for most queries: if no three entries of a support share a group. And
-    for `alpha > 2`, which has no root, the lowest overlap that could be in the support.
+    The root of a part of the entries never exceeds the root of all entries.
+
+    Returns:
+      The maximum `(Q,)`; `alpha - 1`, `(Q, 1)`; the root `(Q, 1)`; whether the root is
+      likely the root of all entries for most queries, that is, no three entries of a
+      support share a group; and for `alpha > 2`, which has no root, a lower bound
+      `(Q,)` of the lowest overlap of the support.
     """
     top = largest.max(-1)
     top = jnp.where(top == -jnp.inf, 0.0, top)
@@ -329,26 +372,27 @@ def _lower_bound(model: Model, largest: Array, second: Array):
     return top, e, root, jnp.mean(likely | (e[:, 0] > 1)) > 0.5, guess[:, 0]
 
 
-def _relative(model: Model, z: Array, about: Array) -> Array:
-    """`beta (z - about)`, which is zero where they are equal and never overflows up."""
-    return model.beta[:, None].astype(z.dtype) * (z - about[:, None])
+def _relative(model: Model, z: Array, reference: Array) -> Array:
+    """`beta (z - reference)`, exactly zero where `z` equals `reference`."""
+    return model.beta[:, None].astype(z.dtype) * (z - reference[:, None])
 
 
-def _steep_relative(model: Model, z: Array, about: Array) -> Array:
+def _steep_relative(model: Model, z: Array, reference: Array) -> Array:
     """`_relative`, zero where the difference is rounding.
 
-    Programs of different passes round a product of matrices differently, and of that a
-    large `alpha` would make a weight, or of the lowest of a support none.
+    The programs of different passes round matrix products differently. With a large
+    `alpha`, a difference of that size would give a weight to a memory outside the
+    support, or none to the lowest memory of the support.
     """
-    difference = z - about[:, None]
-    rounding = 8 * float(jnp.finfo(z.dtype).eps) * jnp.abs(about)[:, None]
+    difference = z - reference[:, None]
+    rounding = 8 * float(jnp.finfo(z.dtype).eps) * jnp.abs(reference)[:, None]
     small = jnp.where(jnp.abs(difference) <= rounding, difference, 0.0)
     difference = difference - lax.stop_gradient(small)
     return model.beta[:, None].astype(z.dtype) * difference
 
 
 def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
-    """`alpha - 1` of each query `(Q, 1)`, and how powers are taken."""
+    """`alpha - 1` of each query `(Q, 1)`, and the method that takes its powers."""
     if isinstance(separation, Sparsemax):
         return jnp.ones_like(like)[:, None], Power.LINEAR
     e = valid_alpha(separation.alpha)[:, None] - 1
@@ -357,7 +401,10 @@ def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
 
 
 def _two_largest(model, y, extra, carry, tile: Tile, update):
-    """The two largest of every group: memories whose numbers agree modulo `groups`."""
+    """A step: the two largest overlaps of every group.
+
+    The indices of a group's memories within a tile agree modulo the number of groups.
+    """
     del extra, update
     _, z = tile.overlaps(model, y)
     largest, second = carry
@@ -371,7 +418,7 @@ def _two_largest(model, y, extra, carry, tile: Tile, update):
 
 
 def _sums(model, y, extra, carry, tile: Tile, update):
-    """Sums of the weights and of their slopes at a threshold."""
+    """A step: sums of the weights and of their slopes at a threshold."""
     del update
     _, z = tile.overlaps(model, y)
     p, slope = _weights_and_slopes(model, z, extra)
@@ -379,7 +426,7 @@ def _sums(model, y, extra, carry, tile: Tile, update):
 
 
 def _steep_mass(model, y, extra, carry, tile: Tile, update):
-    """Sum of what the overlaps above one have of the weights, should that have none."""
+    """A step: sum of the weights if the overlap `extra` had weight zero."""
     del update
     _, z = tile.overlaps(model, y)
     e, _ = _exponent(model.separation, carry)
@@ -387,7 +434,7 @@ def _steep_mass(model, y, extra, carry, tile: Tile, update):
 
 
 def _least_of_support(model, y, extra, carry, tile: Tile, update):
-    """The least overlap of a support, and how many are in it."""
+    """A step: the least overlap of a support, and the size of the support."""
     del update
     _, z = tile.overlaps(model, y)
     inside = (_steep_relative(model, z, extra) >= 0) & (z > -jnp.inf)
@@ -396,7 +443,7 @@ def _least_of_support(model, y, extra, carry, tile: Tile, update):
 
 
 def _steep_sums(model, y, extra, carry, tile: Tile, update):
-    """Sums of the weights and of their slopes in the smallest."""
+    """A step: sums of the weights and of their slopes in the smallest weight."""
     del update
     _, z = tile.overlaps(model, y)
     least, weight = extra
@@ -407,7 +454,7 @@ def _steep_sums(model, y, extra, carry, tile: Tile, update):
 
 
 def weigh_tile(model, y, extra, carry, tile: Tile, update):
-    """Sums of the weights at a threshold, and of what they average."""
+    """A step: sums of the averaged patterns and of the weights at a threshold."""
     keys, z = tile.overlaps(model, y)
     averaged = tile.averaged(keys, update)
     p, _ = _weights_and_slopes(model, z, extra)
@@ -422,9 +469,9 @@ def weigh_tile(model, y, extra, carry, tile: Tile, update):
 
 def _weights_and_slopes(model: Model, z: Array, threshold: Threshold):
     """Weights at a threshold and their slopes in its shift."""
-    about, shift = threshold.about, threshold.shift[:, None]
-    e, power = _exponent(model.separation, about)
-    x = _relative(model, z, about)
+    reference, shift = threshold.reference, threshold.shift[:, None]
+    e, power = _exponent(model.separation, reference)
+    x = _relative(model, z, reference)
 
     def at(power: Power):
         if power is not Power.GENERAL:
@@ -432,10 +479,10 @@ def _weights_and_slopes(model: Model, z: Array, threshold: Threshold):
         steep = e > 1
 
         def both():
-            above = _steep_relative(model, z, about)
-            found = _entmax.steep_sums(above, jnp.where(steep, shift, 1.0), e)
+            above = _steep_relative(model, z, reference)
+            sums = _entmax.steep_sums(above, jnp.where(steep, shift, 1.0), e)
             plain = exp_and_slope(x, shift, e, power)
-            return tuple(map(functools.partial(jnp.where, steep), found, plain))
+            return tuple(map(functools.partial(jnp.where, steep), sums, plain))
 
         return lax.cond(
             jnp.any(steep), both, lambda: tuple(exp_and_slope(x, shift, e, power))
@@ -445,55 +492,60 @@ def _weights_and_slopes(model: Model, z: Array, threshold: Threshold):
 
 
 def _average_of_largest(driver: Any, model: Model, y: Array, update: bool):
-    """`TopK`: softmax over the `k` largest, whose patterns are fetched."""
+    """`TopK`: softmax over the `k` largest overlaps, whose patterns are fetched."""
     best, index = _largest(driver, model, y, model.separation.k)  # type: ignore
     return _softmax_of(model, y, driver.take(index), best != -jnp.inf, update)
 
 
 @functools.partial(jax.jit, static_argnames="update")
 def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool):
-    def row(y, own, memories, values, valid):
+    """Average and threshold of fetched patterns `(Q, k, d)`, `valid (Q, k)`."""
+
+    def row(y, per_query, memories, values, valid):
         memories = jnp.where(valid[:, None], memories, 0.0)
         if values is not None:
             values = jnp.where(valid[:, None], values, 0.0)
         tile = Tile(memories, values, valid, jnp.zeros((), jnp.int32))
-        one = Model(model.similarity, *jax.tree.map(lambda x: x[None], own))
+        one = Model(model.similarity, *jax.tree.map(lambda x: x[None], per_query))
         keys, z = tile.overlaps(one, y[None])
-        about = largest_valid(z, valid[None])
-        z = scaled_about(z, about, one.beta.astype(z.dtype), valid[None])[0]
+        reference = largest_valid(z, valid[None])
+        z = scaled_about(z, reference, one.beta.astype(z.dtype), valid[None])[0]
         out = weigh(Softmax()(z), tile.averaged(keys, update))
-        threshold = Threshold(about[0], Softmax().conjugate(z))
+        threshold = Threshold(reference[0], Softmax().conjugate(z))
         return out.astype(y.dtype), threshold
 
     memories, values = fetched
-    return jax.vmap(row)(y, model.own, memories, values, valid)
+    return jax.vmap(row)(y, model.per_query, memories, values, valid)
 
 
 def _largest(driver: Any, model: Model, y: Array, k: int) -> tuple[Array, Array]:
-    """The `k` largest overlaps of each query and their memories; ties to the lower."""
+    """The `k` largest overlaps of each query and their indices `(Q, k)`.
+
+    Of equal overlaps the lower index comes first.
+    """
     best = jnp.full_like(y, -jnp.inf, shape=(y.shape[0], k))
     index = jnp.full_like(y, 0, jnp.int32, shape=(y.shape[0], k))
     return driver.fold(_merge, model, y, (), (best, index), False)
 
 
 def _merge(model, y, extra, carry, tile: Tile, update):
-    """Merges a tile into the largest so far, if it has anything to add."""
+    """A step: merges the overlaps of a tile into the largest so far."""
     del extra, update
     best, index = carry
     _, z = tile.overlaps(model, y)
 
     def merged():
         k = best.shape[-1]
-        found, place = lax.top_k(jnp.concatenate([best, z], axis=-1), k)
+        largest, place = lax.top_k(jnp.concatenate([best, z], axis=-1), k)
         old = jnp.take_along_axis(index, jnp.minimum(place, k - 1), axis=-1)
-        return found, jnp.where(place < k, old, tile.start + place - k)
+        return largest, jnp.where(place < k, old, tile.start + place - k)
 
     return lax.cond(jnp.all(z.max(-1) <= best[:, -1]), lambda: carry, merged)
 
 
 @jax.jit
 def _top_weights(model: Model, z: Array, threshold: Threshold) -> Array:
-    """Weights of the largest overlaps; those of `TopK` end at its `k`."""
+    """Weights of the largest overlaps, in falling order; zero after `TopK`'s `k`."""
     p = weights_of(model, z, threshold)
     if isinstance(model.separation, TopK):
         p = jnp.where(jnp.arange(z.shape[-1])[None] < model.separation.k, p, 0.0)
@@ -502,20 +554,20 @@ def _top_weights(model: Model, z: Array, threshold: Threshold) -> Array:
 
 def weights_of(model: Model, z: Array, threshold: Threshold) -> Array:
     """Weights `(Q, T)` of overlaps at the threshold of their query."""
-    separation, (about, shift) = model.separation, threshold
+    separation, (reference, shift) = model.separation, threshold
     if isinstance(separation, Polynomial):
-        return rectified_power(z, about[:, None], separation.degree)
-    # What is infinite would be NaN in the gradient of `beta`.
+        return rectified_power(z, reference[:, None], separation.degree)
+    # An infinite overlap would make the gradient of `beta` NaN.
     masked = z == -jnp.inf
-    seen = jnp.where(masked, about[:, None], z)
-    above = jnp.where(masked, -jnp.inf, _relative(model, seen, about))
-    # Fixed while `beta` moves is `beta about + shift`: the product is zero, its slope
-    # is not.
+    finite = jnp.where(masked, reference[:, None], z)
+    above = jnp.where(masked, -jnp.inf, _relative(model, finite, reference))
+    # The derivative in `beta` holds `beta reference + shift` fixed. The product below
+    # is zero, and its derivative in `beta` is not.
     beta = model.beta.astype(z.dtype)
-    x = above - (shift - (beta - lax.stop_gradient(beta)) * about)[:, None]
+    x = above - (shift - (beta - lax.stop_gradient(beta)) * reference)[:, None]
     if not isinstance(separation, Sparsemax | Entmax):
         return jnp.exp(x)
-    e, power = _exponent(separation, about)
+    e, power = _exponent(separation, reference)
 
     def at(power: Power) -> Array:
         plain = weights_at(x, e, power)
@@ -525,7 +577,7 @@ def weights_of(model: Model, z: Array, threshold: Threshold) -> Array:
         weight = jnp.where(steep, shift[:, None], 1.0)
 
         def both() -> Array:
-            above = _steep_relative(model, seen, about)
+            above = _steep_relative(model, finite, reference)
             p = steep_weights_at(jnp.where(masked, -jnp.inf, above), weight, e)
             return jnp.where(steep, p, plain)
 
@@ -535,6 +587,7 @@ def weights_of(model: Model, z: Array, threshold: Threshold) -> Array:
 
 
 def check_values(values: tuple[int, ...], memories: tuple[int, ...]) -> None:
+    """Refuses values whose shape does not match the shape of the memories."""
     if len(values) != 2 or values[0] != memories[0]:
         raise ValueError(
             f"values have shape {values}, memories {memories}: all axes but the last "
@@ -543,6 +596,6 @@ def check_values(values: tuple[int, ...], memories: tuple[int, ...]) -> None:
 
 
 def check_numbers(separation: Separation, top: int, length: int | None) -> None:
-    """Refuses to look for more memories than there are."""
+    """Refuses a `k` or a `top` above the number of memories, if that is known."""
     for name, k in (("k", getattr(separation, "k", 0)), ("top", top)):
         check_count(name, k, 0, length)

@@ -1,13 +1,15 @@
-r"""Theory, executable: the statements of the paper as functions, corrected.
+r"""The statements of the paper as functions, with corrections.
 
-The *ball* of a memory holds the states whose features lie within `distance` of its own;
-the paper's :math:`S_{\Phi,\mu}` is that of `distance` :math:`R_\Phi` (`radius`).
-Features are those the similarity compares: :math:`\Phi(u)`, on the unit sphere for
-`Cosine`. One quantity decides most of what follows, the smallest lead of a memory over
-the others anywhere in its ball, `pattern_separation`.
+The *ball* of a memory contains the states whose features lie within `distance` of the
+memory's features. The paper's :math:`S_{\Phi,\mu}` is the ball of `distance`
+:math:`R_\Phi` (`radius`). Features are the vectors that the similarity compares,
+:math:`\Phi(u)`; for `Cosine` they lie on the unit sphere. The *lead* of a memory over
+another, at a state, is the difference of their overlaps. Most statements depend on the
+smallest lead of a memory over all others in its ball, `pattern_separation`.
 
-`memories` is `(M, d)` with `M` at least 2. Duplicates have `radius` zero and a
-separation of at most zero; no bound excludes them, and none of them counts as stored.
+`memories` is `(M, d)` with `M` at least 2. For duplicates `radius` is zero, and their
+separation is at most zero. The bounds hold for duplicates too, and no duplicate counts
+as stored.
 """
 
 from uhop_jax.theory.bounds import (

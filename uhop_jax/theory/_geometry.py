@@ -1,4 +1,4 @@
-r"""How memories lie where they are compared, and checks that all theorems share."""
+r"""The geometry of memories in feature space, and checks that all theorems share."""
 
 from typing import Any, NamedTuple
 
@@ -22,22 +22,31 @@ from uhop_jax.similarity import (
     check_patterns,
 )
 
-# Moving a state by `r` changes a difference of overlaps by at most this times `r` times
-# the distance of the two memories.
+# A state that moves by `r` changes the difference of its overlaps with two memories by
+# at most `slope * r * distance`, where `distance` separates the two memories' features.
 _SLOPES: dict[type, float] = {Dot: 1.0, Cosine: 1.0, NegativeSquaredL2: 2.0}
 
 
 class Geometry(NamedTuple):
-    """Of the memories among themselves; diagonals mean nothing but for `leads`."""
+    """Leads and distances among the memories.
+
+    Attributes:
+      keys: `(M, D)`, features of the memories.
+      leads: `(M, M)`, `K(xi_mu, xi_mu) - K(xi_nu, xi_mu)`; infinite on the diagonal and
+        for masked memories.
+      distances: `(M, M)`, distances of the features.
+      radius: scalar, half the smallest distance of two memories.
+    """
 
     keys: Array
-    leads: Array  # K(xi_mu, xi_mu) - K(xi_nu, xi_mu), infinite where not to be counted
-    distances: Array  # of the features
+    leads: Array
+    distances: Array
     radius: Array
 
 
 @jax.jit
 def geometry_of(memories: Array, similarity: Similarity, mask: Any = None) -> Geometry:
+    """The geometry of memories `(M, d)`; `mask (M,)` is true for valid memories."""
     keys = similarity.keys(memories)
     gram = similarity(memories, memories)
     distances = pairwise_distances(keys)
@@ -52,11 +61,15 @@ def geometry_of(memories: Array, similarity: Similarity, mask: Any = None) -> Ge
 
 @jax.jit
 def ball_separation(geometry: Geometry, reach: ArrayLike) -> Array:
+    """Smallest lead `(M,)` of each memory in a ball; `reach` is slope times radius."""
     return (geometry.leads - reach * geometry.distances).min(-1)
 
 
 def pairwise_distances(keys: Array) -> Array:
-    """From differences, not from the Gram matrix; less than rounding is zero."""
+    """Distances `(M, M)` from differences, more exact than from the Gram matrix.
+
+    Distances below rounding are zero.
+    """
     distances = -NegativeL2()(keys, keys)
     rounding = 8 * float(jnp.finfo(keys.dtype).eps) * largest_norm(keys)
     return jnp.where(distances <= rounding, 0.0, distances)
@@ -64,18 +77,25 @@ def pairwise_distances(keys: Array) -> Array:
 
 @jax.jit
 def largest_norm(x: Array) -> Array:
-    squared = (x * x).sum(-1).max()  # not of norms: that of zero has no slope
+    """The largest norm of the rows."""
+    squared = (x * x).sum(-1).max()  # the norm of zero has no derivative
     return jnp.where(squared == 0, 0.0, jnp.sqrt(jnp.where(squared == 0, 1.0, squared)))
 
 
 def divide(a: Array, b: Array, empty: float = jnp.inf) -> Array:
+    """`a / b`, and `empty` where `b` is zero, with finite derivatives."""
     return jnp.where(b == 0, empty, a / jnp.where(b == 0, 1.0, b))
 
 
 def checked_memories(
     memories: Any, similarity: Similarity, *, features: bool = False
 ) -> Array:
-    """The memories in the working dtype, once they and the similarity are in order."""
+    """The memories in the working dtype.
+
+    Raises:
+      ValueError: if there are fewer than two memories or one is not finite, or if the
+        similarity does not fit them (with `features`, has no features of a memory).
+    """
     memories = as_floating(memories, "memories")
     if memories.ndim != 2 or memories.shape[0] < 2:
         raise ValueError(
@@ -97,6 +117,11 @@ def checked_memories(
 
 
 def slope_of(similarity: Similarity) -> float:
+    """The slope of `_SLOPES`.
+
+    Raises:
+      ValueError: for other similarities.
+    """
     if type(similarity) not in _SLOPES:
         raise ValueError(
             f"no lead in a ball is known for {type(similarity).__name__}, only for "
@@ -106,6 +131,11 @@ def slope_of(similarity: Similarity) -> float:
 
 
 def margin_of(separation: Separation) -> ArrayLike:
+    """The lead, times `beta`, that makes the weights of a separation one-hot.
+
+    Raises:
+      ValueError: if there is no such lead, or `alpha` is not one number.
+    """
     check_separation(separation)
     if not separation.has_conjugate:
         raise ValueError(
@@ -118,6 +148,7 @@ def margin_of(separation: Separation) -> ArrayLike:
 
 
 def check_linear(kernel: Kernel | None) -> None:
+    """Refuses a kernel that is not one linear map for memories and queries."""
     if not isinstance(kernel, (LinearKernel, LowRankKernel, Centering, type(None))):
         raise ValueError(
             "kernel must be a LinearKernel, LowRankKernel, Centering or None, got "
@@ -126,27 +157,31 @@ def check_linear(kernel: Kernel | None) -> None:
     if kernel is not None:
         kernel.check()
     if kernel is not None and not kernel.has_energy:
-        raise ValueError("kernel must have one center, not another for queries")
+        raise ValueError("kernel must have one center for memories and queries")
     if kernel is not None and kernel.set_axes:
         raise ValueError(
-            f"kernel must be one, got {kernel.set_axes} axes of memory sets"
+            f"kernel must be a single kernel, got {kernel.set_axes} axes of memory sets"
         )
 
 
 @jax.jit
 def singular_values(weights: Array) -> tuple[Array, Array]:
-    """Descending, and which of them are more than rounding."""
+    """Singular values in falling order, and which of them are more than rounding."""
     values = jnp.linalg.svd(weights, compute_uv=False)
     return values, active_values(values, weights)
 
 
 def active_values(values: Array, weights: Array) -> Array:
+    """True for singular values of `weights` that are more than rounding."""
     return values > max(weights.shape) * float(jnp.finfo(values.dtype).eps) * values[0]
 
 
 @jax.jit
 def image_of(kernel: Kernel | None) -> Array | None:
-    """Columns `(D, r)`, orthonormal or zero, that span the image; None: all of it."""
+    """Columns `(D, r)`, orthonormal or zero, that span the image of the kernel.
+
+    None for kernels whose image is the whole space.
+    """
     if not isinstance(kernel, (LinearKernel, LowRankKernel)):
         return None
     weights = kernel.weights.astype(working_dtype(kernel.weights))

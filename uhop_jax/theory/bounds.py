@@ -45,11 +45,11 @@ def radius(
 ) -> Float[Array, ""]:
     r""":math:`R_\Phi = \min_{\mu \neq \nu} \|\Phi(\xi_\mu) - \Phi(\xi_\nu)\| / 2`.
 
-    [def:stored_and_retrieved], and with no kernel [def:stored_and_retrieved_org].
+    [def:stored_and_retrieved]; without a kernel [def:stored_and_retrieved_org].
 
     Args:
       memories: stored patterns.
-      similarity: its features are used.
+      similarity: similarity whose features are used.
 
     Returns:
       Half the smallest distance of two memories; zero if two coincide.
@@ -70,14 +70,14 @@ def log_rbf(
 ) -> Float[Array, "*batch M"]:
     r""":math:`\ell_\Phi(\xi_\mu, x) = -t \|\Phi(\xi_\mu) - \Phi(x)\|^2`.
 
-    On the unit sphere of features, and only there, it is :math:`2 t K(\xi_\mu, x) - 2
-    t` [eqn:L_normalize]; pass `Cosine` to be on it.
+    For features on the unit sphere, and only for them, it equals :math:`2 t K(\xi_\mu,
+    x) - 2 t` [eqn:L_normalize]; features of `Cosine` lie on the unit sphere.
 
     Args:
       memories: stored patterns.
       query: states.
       scale: `t`, positive.
-      similarity: its features are used.
+      similarity: similarity whose features are used.
 
     Returns:
       Values of at most zero.
@@ -100,13 +100,13 @@ def pattern_separation(
     similarity: Similarity = Dot(),
     distance: ArrayLike = 0.0,
 ) -> Float[Array, " M"]:
-    r"""Lead of each memory over the others, the smallest in its ball.
+    r"""Smallest lead of each memory over all others, anywhere in its ball.
 
-    At `distance` 0 it is :math:`\Delta_\mu = K(\xi_\mu, \xi_\mu) - \max_{\nu \neq \mu}
-    K(\xi_\nu, \xi_\mu)`. In a ball of radius `r` the lead over memory `nu` falls by at
-    most :math:`r \|\Phi(\xi_\mu) - \Phi(\xi_\nu)\|` (twice that for
-    `NegativeSquaredL2`), and for `Dot` and `NegativeSquaredL2` a state in the ball
-    attains it.
+    At `distance` 0 the lead is :math:`\Delta_\mu = K(\xi_\mu, \xi_\mu) - \max_{\nu \neq
+    \mu} K(\xi_\nu, \xi_\mu)`. In a ball of radius `r` the lead over memory `nu` falls
+    by at most :math:`r \|\Phi(\xi_\mu) - \Phi(\xi_\nu)\|`, for `NegativeSquaredL2` by
+    at most twice as much. For `Dot` and `NegativeSquaredL2` a state in the ball attains
+    the bound; for `Cosine` the result is a lower bound of the smallest lead.
 
     Args:
       memories: stored patterns.
@@ -115,7 +115,7 @@ def pattern_separation(
         be `Dot`, `Cosine` or `NegativeSquaredL2`.
 
     Returns:
-      One lead a memory.
+      One lead for each memory.
 
     Raises:
       ValueError: if `distance` is negative or `similarity` has no ball, there are fewer
@@ -139,24 +139,26 @@ def error_bound(
 ) -> Float[Array, " M"]:
     r"""Bound on the error of one `Softmax` update in a ball [eqn:error_bound_exp].
 
-    By default the paper's, in kernel form, :math:`\|T(x) - \xi_\mu\| \le 2 m (M - 1)
-    e^{-\beta (\Delta_\mu - 2 m_\Phi R_\Phi)}` for every `x` in :math:`S_{\Phi,\mu}`,
-    with the largest norms `m` of the patterns and :math:`m_\Phi` of their features. For
-    a memory with a neighbour at :math:`2 R_\Phi` it is at least `2 m (M - 1)` and says
-    nothing, since then :math:`\Delta_\mu \le 2 m_\Phi R_\Phi`: never all are bounded.
+    Without `distance` it is the paper's bound in kernel form, :math:`\|T(x) - \xi_\mu\|
+    \le 2 m (M - 1) e^{-\beta (\Delta_\mu - 2 m_\Phi R_\Phi)}` for every `x` in
+    :math:`S_{\Phi,\mu}`. Here `m` is the largest norm of the patterns, and
+    :math:`m_\Phi` the largest norm of their features. A memory with a neighbour at
+    :math:`2 R_\Phi` has :math:`\Delta_\mu \le 2 m_\Phi R_\Phi`, hence a bound of at
+    least `2 m (M - 1)`, which is trivial. There is always such a memory.
 
     With `distance` it is :math:`2 m (M - 1) e^{-\beta \Delta_\mu(r)}` for the ball of
-    that radius (`pattern_separation`), which at the same radius is never larger.
+    radius `r` = `distance` (`pattern_separation`). At the same radius this bound is
+    never larger than the paper's.
 
     Args:
       memories: stored patterns.
       beta: inverse temperature, positive.
       similarity: `Dot`, `Cosine` or `NegativeSquaredL2` (whose slope doubles the term
         :math:`2 m_\Phi R_\Phi`).
-      distance: radius of the ball, in feature space; None is the paper's form.
+      distance: radius of the ball, in feature space; None takes the paper's bound.
 
     Returns:
-      One bound a memory; above `2 m` it says nothing.
+      One bound for each memory; a bound above `2 m` is trivial.
 
     Raises:
       ValueError: if an argument is out of range, or shapes do not fit.
@@ -181,7 +183,8 @@ def weight_error_bound(
     r"""The error bound that the weights give: :math:`2 m (1 - p_\mu)`.
 
     Bounds :math:`\|\sum_\nu p_\nu \xi_\nu - \xi_\mu\|` for non-negative weights whose
-    sum is at most one: those of every separation here. `error_bound` follows from it.
+    sum is at most one, as the weights of every separation here are. `error_bound`
+    follows from this bound.
 
     Args:
       memories: stored patterns.
@@ -212,30 +215,34 @@ def exact_retrieval_slack(
     similarity: Similarity = Dot(),
     distance: ArrayLike = 0.0,
 ) -> Float[Array, " M"]:
-    r"""By how much each memory meets the condition of exact retrieval [thm:exact].
+    r"""Slack of each memory in the condition of exact retrieval [thm:exact].
 
-    :math:`\Delta_\mu - \mathrm{margin}/\beta`, with margin :math:`1/(\alpha - 1)` for
-    `Entmax`. Non-negative if and only if the weights at :math:`\xi_\mu` are exactly
-    one-hot, so that one update keeps :math:`\xi_\mu`. With `distance`, if one update
-    retrieves it exactly from its whole ball (for `Dot` and `NegativeSquaredL2`, only if
-    too). Minus infinity for a separation that is never one-hot, such as `Softmax`.
+    The slack is :math:`\Delta_\mu - \mathrm{margin}/\beta`; the margin of `Entmax` is
+    :math:`1/(\alpha - 1)`. The slack is non-negative if and only if the weights at
+    :math:`\xi_\mu` are exactly one-hot, so that one update keeps :math:`\xi_\mu`. With
+    `distance`, a non-negative slack means that one update retrieves the memory exactly
+    from every state of its ball; for `Dot` and `NegativeSquaredL2` the converse holds
+    too. The slack is minus infinity for a separation that is never one-hot, such as
+    `Softmax`.
 
-    On the unit sphere it says :math:`\max_{\nu \neq \mu} \ell_\Phi(\xi_\nu, \xi_\mu)
-    \le -2t/(\beta (\alpha - 1))`. (The paper has :math:`\ell_\Phi(\xi_\mu, \xi_\mu)`
-    minus that maximum, which is never negative, below the same negative number.) Nor is
-    "one-hot" the same as "fixed point", as its proof has it: 0 among the memories -1,
-    0, 1 is a fixed point of every update. It is where no memory is a mixture of others.
+    On the unit sphere a non-negative slack means :math:`\max_{\nu \neq \mu}
+    \ell_\Phi(\xi_\nu, \xi_\mu) \le -2t/(\beta (\alpha - 1))`. The paper's condition
+    differs: there the difference of :math:`\ell_\Phi(\xi_\mu, \xi_\mu)` and the
+    maximum, which is never negative, is at most the same negative number. The paper's
+    proof also takes "one-hot" and "fixed point" for the same. They are the same only if
+    no memory is a mixture of others: among the memories -1, 0, 1, the memory 0 is a
+    fixed point of every update.
 
     Args:
       memories: stored patterns.
       beta: inverse temperature, positive.
-      separation: its `margin` is used. That of `TopK(1)` is zero and must be exceeded:
-        a tie goes to the lower index.
+      separation: separation whose `margin` is used. The margin of `TopK(1)` is zero and
+        must be exceeded: a tie goes to the lower index.
       similarity: overlap of states with memories.
       distance: as in `pattern_separation`.
 
     Returns:
-      One slack a memory.
+      One slack for each memory.
 
     Raises:
       ValueError: if the one-hot weights of `separation` do not follow from a margin
@@ -251,8 +258,9 @@ class ExactDistance(NamedTuple):
     """Result of `exact_retrieval_distance`.
 
     Attributes:
-      sufficient: patterns at least this far apart are retrieved exactly.
-      necessary: patterns retrieved exactly are at least this far apart.
+      sufficient: scalar; patterns at least this far apart are retrieved exactly.
+      necessary: scalar; patterns that are retrieved exactly are at least this far
+        apart.
     """
 
     sufficient: Float[Array, ""]
@@ -262,28 +270,29 @@ class ExactDistance(NamedTuple):
 def exact_retrieval_distance(
     kernel: Kernel | None, *, beta: ArrayLike, separation: Separation
 ) -> ExactDistance:
-    r"""How far apart patterns must be for exact retrieval by `Dot` [coro:exact_coro].
+    r"""Distance of patterns at which `Dot` retrieves them exactly [coro:exact_coro].
 
-    :math:`\min_{\nu \neq \mu} \|\xi_\mu - \xi_\nu\| \ge \sqrt{2 / (L^2 \beta (\alpha -
-    1))}` suffices with the lower Lipschitz constant :math:`L = \sigma_{\min}(W)`; with
-    the upper one, :math:`\sigma_{\max}(W)`, which the paper takes, it is only
-    necessary. By
+    The condition is :math:`\min_{\nu \neq \mu} \|\xi_\mu - \xi_\nu\| \ge \sqrt{2 / (L^2
+    \beta (\alpha - 1))}`. It is sufficient with the lower Lipschitz constant :math:`L =
+    \sigma_{\min}(W)`. With the upper constant :math:`\sigma_{\max}(W)`, which the paper
+    takes, it is only necessary. By
 
     .. math:: 2 (K(\xi_\mu, \xi_\mu) - K(\xi_\nu, \xi_\mu)) = \|\Phi(\xi_\mu) -
       \Phi(\xi_\nu)\|^2 + \|\Phi(\xi_\mu)\|^2 - \|\Phi(\xi_\nu)\|^2
 
-    the first holds for a memory whose *feature norm* no other exceeds, the second for
-    one that exceeds no other; both for all of them where feature norms are equal, as
-    the paper's "normalized patterns" must be read. Without that no distance suffices:
-    the pattern 0 is never retrieved exactly.
+    the sufficient distance holds for a memory with the largest feature norm, and the
+    necessary distance for a memory with the smallest. Both hold for all memories if
+    their feature norms are equal, which is how the paper's "normalized patterns" must
+    be read. For other patterns no distance is sufficient in general: the pattern 0 is
+    never retrieved exactly.
 
     Args:
       kernel: a `LinearKernel`, `LowRankKernel` or `Centering`; None is the identity.
       beta: inverse temperature, positive.
-      separation: its `margin` is used.
+      separation: separation whose `margin` is used.
 
     Returns:
-      `ExactDistance`; `sufficient` is infinite for a kernel that forgets a direction.
+      `ExactDistance`; `sufficient` is infinite for a kernel with a null direction.
 
     Raises:
       ValueError: if the kernel is not linear, or as in `exact_retrieval_slack`.
@@ -299,28 +308,29 @@ def exact_retrieval_distance(
     beta = as_scalar("beta", beta, lower.dtype)
     margin = jnp.asarray(margin_of(separation)).astype(lower.dtype)
     need = jnp.sqrt(jnp.where(margin == 0, 1.0, 2 * margin / beta))
-    need = jnp.where(margin == 0, 0.0, need)  # which has a slope in beta
+    need = jnp.where(margin == 0, 0.0, need)  # keeps the derivative in beta finite
     return ExactDistance(*(divide(need, constant) for constant in (lower, upper)))
 
 
 def well_separated(
     memories: Float[Array, "M d"], *, beta: ArrayLike, distance: ArrayLike
 ) -> Bool[Array, " M"]:
-    r"""Whether `Softmax` with `Dot` provably stores each memory, with its ball.
+    r"""Whether `Softmax` with `Dot` provably stores each memory with its ball.
 
-    With :math:`q = (M - 1) e^{-\beta \Delta_\mu(r)}`, a bound on :math:`1 - p_\mu` in
-    the ball of radius `r`, and the largest distance `s` of another memory: if :math:`s
-    q \le r` an update maps the ball into itself, and if :math:`\beta s^2 q < 1` it
-    contracts it (its Jacobian is :math:`\beta` times the covariance of the memories
-    under the weights). If both hold, and :math:`\Delta_\mu(r) > 0`, every state of the
-    ball converges to one fixed point, within :math:`s q` of the memory (Banach).
-    Sufficient, not necessary, and so a lower bound on capacity.
+    Let :math:`q = (M - 1) e^{-\beta \Delta_\mu(r)}`, a bound on :math:`1 - p_\mu` in
+    the ball of radius `r`, and let `s` be the largest distance from another memory. If
+    :math:`s q \le r`, an update maps the ball into itself. If :math:`\beta s^2 q < 1`,
+    the update is a contraction of the ball, since its Jacobian is :math:`\beta` times
+    the covariance of the memories under the weights. If both hold, and
+    :math:`\Delta_\mu(r) > 0`, every state of the ball converges to one fixed point,
+    within :math:`s q` of the memory (Banach). The condition is sufficient, not
+    necessary: the number of memories that meet it is a lower bound on capacity.
 
-    This is the well-separation of U-Hop+ (Hu et al. 2024), :math:`\Delta_{\min} \ge
-    \log(2 (M - 1)/R)/\beta`, with what a whole ball takes: theirs bounds the error of
-    the update of the memory itself alone. For features of equal norm no :math:`\beta`
-    is enough for `r` = :math:`R_\Phi`: there the balls of the two closest memories
-    touch, and :math:`\Delta_\mu(R_\Phi) = 0`.
+    The well-separation of U-Hop+ (Hu et al. 2024), :math:`\Delta_{\min} \ge \log(2 (M -
+    1)/R)/\beta`, bounds the error of an update at the memory itself alone; the
+    condition here holds for the whole ball. For features of equal norm no
+    :math:`\beta` is enough at `r` = :math:`R_\Phi`: the balls of the two closest
+    memories touch, and :math:`\Delta_\mu(R_\Phi) = 0`.
 
     Args:
       memories: stored patterns, or their features.
@@ -329,7 +339,7 @@ def well_separated(
         disjoint.
 
     Returns:
-      One boolean a memory.
+      One boolean for each memory.
 
     Raises:
       ValueError: if an argument is out of range, or shapes do not fit.
@@ -339,10 +349,10 @@ def well_separated(
     distance = as_scalar("distance", distance, memories.dtype)
     geometry = geometry_of(memories, Dot())
     lead = ball_separation(geometry, distance)
-    strayed = (memories.shape[0] - 1) * jnp.exp(-beta * lead)
+    leakage = (memories.shape[0] - 1) * jnp.exp(-beta * lead)
     spread = geometry.distances.max(-1)
-    contracts = beta * spread**2 * strayed < 1
-    return (lead > 0) & (spread * strayed <= distance) & contracts
+    contracts = beta * spread**2 * leakage < 1
+    return (lead > 0) & (spread * leakage <= distance) & contracts
 
 
 class Representation(NamedTuple):
@@ -366,29 +376,32 @@ def representation(
 ) -> Representation:
     r"""The weights with which attention attains any target [thm:perfect_kernel].
 
-    With features :math:`X'` (one a row here, one a column in the paper) and a left
-    inverse :math:`X^\dagger` of the paper's, :math:`W_K = X^\dagger` and :math:`W_Q =
-    \beta^{-1} \log(P D_0) X^\dagger` give
+    The columns of :math:`X'` are the features, as in the paper, and the rows of the
+    argument `features`. Let :math:`X^\dagger` be a left inverse of :math:`X'`. The
+    weights :math:`W_K = X^\dagger` and :math:`W_Q = \beta^{-1} \log(P D_0) X^\dagger`
+    give
 
     .. math:: \mathrm{softmax}(\beta (W_K X')^\top W_Q X') = P
 
-    over each column: column `j` holds the weights of query `j` over the keys. The
-    theorem assumes orthonormal features, a minimiser of the deep-learning separation
-    loss; that they are linearly independent is enough (and its `M <= d` is `M <= D`).
+    with the softmax over each column: column `j` holds the weights of query `j` over
+    the keys. The theorem assumes orthonormal features, a minimiser of the deep-learning
+    separation loss. Linearly independent features are enough, and the theorem's `M <=
+    d` reads `M <= D`.
 
     Args:
-      features: `Phi` of the patterns, one a row, linearly independent.
-      target: `P`, positive, each column summing to one.
+      features: features `Phi` of the patterns, one per row, linearly independent.
+      target: `P`, positive; each column sums to one.
       beta: inverse temperature, positive.
-      scale: diagonal of :math:`D_0`, one number or `(M,)`, positive; of no effect on
+      scale: diagonal of :math:`D_0`, one number or `(M,)`, positive; it does not change
         `P`.
 
     Returns:
       `Representation`.
 
     Raises:
-      ValueError: if there are more features than dimensions, they are dependent, the
-        target is not positive and column-stochastic, or shapes do not fit.
+      ValueError: if there are more features than dimensions, the features are linearly
+        dependent, the target is not positive and column-stochastic, or shapes do not
+        fit.
     """
     features, target = as_floating(features, "features"), as_floating(target, "target")
     if features.ndim != 2 or 0 in features.shape:
@@ -432,12 +445,12 @@ def representation(
 def gradient_descent_bound(
     distance: ArrayLike, *, step_size: ArrayLike, steps: int
 ) -> Float[Array, "*shape"]:
-    r"""Gap of gradient descent on a smooth convex function [lem:converge-gd].
+    r"""Bound on the gap of gradient descent on a smooth convex function.
 
-    :math:`f(x_k) - f(x^\star) \le \|x_0 - x^\star\|^2 / (2 \gamma k)`, for a convex `f`
-    with a `G`-Lipschitz gradient and :math:`\gamma \le 1/G`. It does *not* apply to the
-    separation loss, for which the paper states it: :math:`L(W) = L(-W)` and :math:`L(0)
-    = 0` is the maximum, so that `L` is not convex.
+    The lemma [lem:converge-gd] is :math:`f(x_k) - f(x^\star) \le \|x_0 - x^\star\|^2 /
+    (2 \gamma k)`, for a convex `f` with a `G`-Lipschitz gradient and :math:`\gamma \le
+    1/G`. The paper applies it to the separation loss, which is *not* convex:
+    :math:`L(W) = L(-W)`, and :math:`L(0) = 0` is the maximum.
 
     Args:
       distance: :math:`\|x_0 - x^\star\|`, at least zero.
@@ -445,7 +458,7 @@ def gradient_descent_bound(
       steps: `k`, at least 1.
 
     Returns:
-      The bound.
+      The bound, of the shape of `distance`.
 
     Raises:
       ValueError: if an argument is out of range.

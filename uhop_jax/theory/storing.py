@@ -1,4 +1,4 @@
-r"""What is stored, how much can be, and how many memories a state mixes."""
+r"""Stored memories and capacity by sampling, and the size of metastable states."""
 
 import dataclasses
 import functools
@@ -42,9 +42,10 @@ class Stored(NamedTuple):
     """Result of `stored`.
 
     Attributes:
-      stored: `(M,)`, whether all sampled points of the ball went where they should.
-      fraction: `(M,)`, the share of them that did.
-      radius: scalar, of the balls.
+      stored: `(M,)`, whether all sampled points of the memory's ball count, as
+        `uhop_jax.theory.stored` counts them.
+      fraction: `(M,)`, the share of the sampled points that count.
+      radius: scalar, the radius of the balls.
     """
 
     stored: Bool[Array, " M"]
@@ -65,26 +66,28 @@ def stored(
 ) -> Stored:
     r"""Which memories are stored, by sampling their balls [def:stored_and_retrieved].
 
-    A point counts if it converges to the fixed point that the memory itself converges
-    to, and that lies in the ball. Points are uniform in the image of :math:`\Phi`
-    within :math:`R_\Phi` of the memory; for `Cosine` on the cap of the sphere, nearly
-    uniform. Sampling can refute, not prove; `well_separated` proves. Balls are open:
-    closed ones of the two closest memories always meet. Where two memories coincide, up
-    to rounding, no ball has a point, and none is stored.
+    A point counts if it converges to the same fixed point as the memory itself, and the
+    fixed point lies in the ball. Points are uniform in the image of :math:`\Phi` within
+    :math:`R_\Phi` of the memory; for `Cosine` they are nearly uniform on a cap of the
+    sphere. Sampling can refute that a memory is stored, but not prove it;
+    `well_separated` proves it. Balls are open, since the closed balls of the two
+    closest memories always meet. If two memories coincide up to rounding,
+    :math:`R_\Phi` is zero, all balls are empty, and no memory is stored.
 
-    With `Dot` and a large enough `beta`, of the two closest memories the one of smaller
-    feature norm is never stored: part of its ball overlaps more with the other.
+    Consider the two closest memories under `Dot` with a large enough `beta`. The memory
+    with the smaller feature norm is never stored: in part of its ball the overlap with
+    the closest memory is larger.
 
     Args:
       key: random key.
       memories: stored patterns.
       beta: inverse temperature, positive.
       separation: maps scaled overlaps to weights over the memories.
-      similarity: overlap of states with memories, of a linear kernel or none.
-      samples: points in each ball, at least 1.
+      similarity: overlap of states with memories, with a linear kernel or none.
+      samples: number of points in each ball, at least 1.
       max_steps: cap on the updates of a point; points that reach it do not count.
-      tolerance: how far apart, relative to the radius, two limits may be and count as
-        one.
+      tolerance: largest distance, relative to the radius, of two limits that count as
+        the same fixed point.
 
     Returns:
       `Stored`.
@@ -102,8 +105,9 @@ class Capacity(NamedTuple):
     """Result of `capacity`.
 
     Attributes:
-      capacity: the largest size of which all patterns are stored, zero if none.
-      sizes: `(sizes,)`, as given.
+      capacity: the largest of `sizes` at which all patterns are stored; zero if there
+        is none.
+      sizes: `(sizes,)`, the numbers of memories that were tried.
       stored: `(sizes,)`, the share of the patterns that are stored.
     """
 
@@ -124,13 +128,13 @@ def capacity(
     max_steps: int = 256,
     tolerance: float = 1e-3,
 ) -> Capacity:
-    """How many of the patterns can be stored at once, by sampling.
+    """The number of patterns that can be stored at once, by sampling.
 
-    Memory sets are the first `size` patterns; one compiled program serves all sizes. It
-    runs on the host, and cannot be traced.
+    A memory set holds the first `size` patterns. One compiled program serves all sizes.
+    The function runs on the host, and cannot be traced.
 
     Args:
-      key: random key, the same points for every size.
+      key: random key; every size samples with the same key.
       patterns: patterns to store, in the order in which they are added.
       sizes: numbers of memories to try, each from 2 to `N`.
       beta: as in `stored`.
@@ -144,7 +148,7 @@ def capacity(
       `Capacity`.
 
     Raises:
-      ValueError: if an argument is out of range, shapes do not fit, or it is traced.
+      ValueError: if an argument is out of range or traced, or shapes do not fit.
     """
     check_on_host("capacity", key, patterns, beta, separation, similarity, tolerance)
     patterns, run = _storage_test(
@@ -163,19 +167,20 @@ def capacity(
 def spherical_code_bounds(size: int, dimension: int) -> tuple[float, float]:
     r"""Bounds on the :math:`\Delta_{\min}` of the best code of unit features (U-Hop+).
 
-    :math:`\Delta_{\min} = 1 - \max \cos`, hence :math:`R_\Phi^2 = \Delta_{\min}/2`.
-    Exact for a simplex (`M <= D + 1`, :math:`M/(M - 1)`), an orthoplex (`M <= 2 D`,
-    one) and on the circle. Else, with :math:`s^{D-1} = 2\sqrt\pi\, \Gamma((D+1)/2) / (M
-    \Gamma(D/2))`, caps that fit give at most :math:`2 s^2` and caps that cover at least
-    :math:`s^2/2`. Both are inside the bounds of the released code of U-Hop+, which
-    bounds the smallest *distance*, :math:`2 s`, from above.
+    Here :math:`\Delta_{\min} = 1 - \max \cos`, hence :math:`R_\Phi^2 =
+    \Delta_{\min}/2`. Both bounds are exact in three cases: a simplex (`M <= D + 1`,
+    :math:`M/(M - 1)`), an orthoplex (`M <= 2 D`, one), and codes on the circle (`D =
+    2`). Else let :math:`s^{D-1} = 2\sqrt\pi\, \Gamma((D+1)/2) / (M \Gamma(D/2))`:
+    disjoint caps give the upper bound :math:`2 s^2`, and caps that cover the sphere the
+    lower bound :math:`s^2/2`. Both lie within the bounds of the released code of
+    U-Hop+, which bounds the smallest *distance* by :math:`2 s` from above.
 
     Args:
       size: number `M` of features, at least 2.
-      dimension: `D`, at least 2.
+      dimension: dimension `D` of features, at least 2.
 
     Returns:
-      A lower and an upper bound.
+      The lower and the upper bound.
 
     Raises:
       ValueError: if an argument is out of range.
@@ -197,7 +202,7 @@ def spherical_code_bounds(size: int, dimension: int) -> tuple[float, float]:
 def _storage_test(
     key, memories, beta, separation, similarity, samples, max_steps, tolerance
 ):
-    """The checked memories, and what tests those of a mask."""
+    """The checked memories, and a function that tests the memories of a mask."""
     check_key(key)
     memories = checked_memories(memories, similarity, features=True)
     check_linear(similarity.kernel)
@@ -221,13 +226,14 @@ def _stored(
     key, memories, mask, image, beta, separation, similarity, tolerance, *, samples,
     max_steps,
 ) -> Stored:  # fmt: skip
+    """`stored` for the memories of a mask, with checked arguments."""
     keys, _, _, radius = geometry_of(memories, similarity, mask)
-    # The dynamics run on features, where all kernels are none.
+    # The dynamics run on features, which need no kernel.
     on_features = dataclasses.replace(similarity, kernel=None)
     on_sphere = isinstance(similarity, Cosine)
 
     def balls(rows: Array) -> Array:
-        """Which points of the balls of a few memories went where they should."""
+        """Which points of the balls of a few memories count, `(rows, samples)`."""
         centres = keys[rows]
         points = jax.vmap(
             lambda key, centre: _sample_ball(
@@ -246,16 +252,16 @@ def _stored(
         limits = end.features
         inside = jnp.linalg.norm(limits - centres[:, None], axis=-1) <= radius
         common = jnp.linalg.norm(limits - limits[:, :1], axis=-1) <= tolerance * radius
-        there = end.converged & inside & common
-        return there[:, 1:] & there[:, :1]
+        recalled = end.converged & inside & common
+        return recalled[:, 1:] & recalled[:, :1]
 
-    # A few balls at a time: bounded memory, and none waits for the slowest of all.
+    # A few balls at a time bound the memory, and do not wait for the slowest of all.
     count = keys.shape[0]
     row_keys, batch = jax.random.split(key, count), min(count, 8)
     rows = jnp.arange(-(-count // batch) * batch).reshape(-1, batch) % count
-    there = lax.map(balls, rows).reshape(-1, samples)[:count]
-    there = there & mask[:, None] & (radius > 0)
-    return Stored(there.all(-1), there.mean(-1, dtype=keys.dtype), radius)
+    recalled = lax.map(balls, rows).reshape(-1, samples)[:count]
+    recalled = recalled & mask[:, None] & (radius > 0)
+    return Stored(recalled.all(-1), recalled.mean(-1, dtype=keys.dtype), radius)
 
 
 def _sample_ball(key, centre, radius, image, samples, on_sphere) -> Array:
@@ -277,7 +283,7 @@ def _sample_ball(key, centre, radius, image, samples, on_sphere) -> Array:
     chord = radius * share
     if not on_sphere:
         return centre[None] + chord * toward
-    # A chord c of the unit sphere subtends the angle of cosine 1 - c^2/2.
+    # A chord c of the unit sphere subtends an angle with cosine 1 - c^2/2.
     along = chord * jnp.sqrt(jnp.maximum(1 - chord**2 / 4, 0.0))
     return (1 - chord**2 / 2) * centre[None] + along * toward
 
@@ -285,18 +291,18 @@ def _sample_ball(key, centre, radius, image, samples, on_sphere) -> Array:
 def metastable_size(
     weights: Float[Array, "*batch M"], *, threshold: ArrayLike = 0.0
 ) -> Int[Array, "*batch"]:
-    """How many memories a state mixes: weights above the threshold.
+    """The number of memories that a state mixes: weights above the threshold.
 
     Args:
       weights: weights over the memories.
-      threshold: 0 counts the support of a sparse separation; 0.01 is usual for
-        `Softmax`.
+      threshold: weights must exceed it to count; at least 0. The default 0 counts
+        the support of a sparse separation; 0.01 is usual for `Softmax`.
 
     Returns:
-      A number for each state; 1 is a pattern retrieved alone.
+      A number for each state; 1 means that one memory is retrieved alone.
 
     Raises:
-      ValueError: if `threshold` is negative, or the weights are one number.
+      ValueError: if `threshold` is negative, or `weights` is a scalar.
     """
     check_at_least("threshold", threshold, 0.0)
     weights = _checked_weights(weights)
@@ -311,15 +317,17 @@ def effective_memories(weights: Float[Array, "*batch M"]) -> Float[Array, "*batc
       weights: non-negative weights over the memories; their scale has no effect.
 
     Returns:
-      From 1 (one memory) to `M` (all alike); zero for a row without any weight.
+      A number from 1 (one memory) to `M` (equal weights) for each row; zero for a row
+      of zeros.
 
     Raises:
-      ValueError: if the weights are one number.
+      ValueError: if `weights` is a scalar.
     """
     return _participation_ratio(_checked_weights(weights))
 
 
 def _checked_weights(weights: Any) -> Array:
+    """The weights as floats, with at least one axis."""
     weights = as_floating(weights, "weights")
     if weights.ndim < 1:
         raise ValueError("weights must have shape (..., M), got one number")
@@ -328,6 +336,7 @@ def _checked_weights(weights: Any) -> Array:
 
 @jax.jit
 def _participation_ratio(weights: Array) -> Array:
+    """`effective_memories`, with weights scaled so that no square overflows."""
     weights = weights.astype(working_dtype(weights))
     top = weights.max(-1, keepdims=True, initial=0.0)
     weights = weights / jnp.where(top == 0, 1.0, top)
