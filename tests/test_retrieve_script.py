@@ -508,9 +508,9 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
 def test_a_config_may_lie_at_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for flag in ("--config", "-config"):
-        argument = command_line._found(f"{flag}=~/own.py:demo", {})
+        argument = command_line._with_full_path(f"{flag}=~/own.py:demo", {})
         assert argument == f"{flag}=/home/me/own.py:demo"
-    assert command_line._found("--config.a=~b", {}) == "--config.a=~b"
+    assert command_line._with_full_path("--config.a=~b", {}) == "--config.a=~b"
 
 
 def photos(folder, patterns, shape):
