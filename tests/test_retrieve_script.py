@@ -748,8 +748,8 @@ def test_noise_of_twice_the_largest_value_is_no_other_scale():
         ({"values": np.float32([[1]] * 7 + [[np.nan]] * 5)}, "in row 7"),
         ({"shape": (8, 9, 1)}, r"shape is \(8, 9, 1\), of patterns of dimension 64"),
         ({"shape": ("a",)}, "shape is"),
-        ({"names": ("one",)}, "names are not those of 12 patterns"),
-        ({"names": None}, "names are not those of 12 patterns"),
+        ({"names": ("one",)}, "names must be a tuple of 12 strings"),
+        ({"names": None}, "names must be a tuple of 12 strings"),
     ],
     ids=range(7),
 )

@@ -95,8 +95,10 @@ def read_pictures(
                 f"{file} holds {frames} pictures: save each in a file of its own"
             )
         first, last = arrays[0], arrays[-1]
-        apart = file.parent != files[0].parent  # then names may be equal
-        names = [f"{f.parent.name}/" * apart + f.name for f in (files[0], file)]
+        several_folders = file.parent != files[0].parent  # then names may be equal
+        names = [
+            f"{f.parent.name}/" * several_folders + f.name for f in (files[0], file)
+        ]
         if first.ndim != last.ndim:
             kinds = ["grey" if x.ndim == 2 else "colour" for x in (first, last)]
             raise ValueError(

@@ -214,30 +214,30 @@ def read_series(
     table = read_table(path, _read(path))
     lines, first_column = table.lines, [row[0] for row in table.cells]
     selected = table.columns(columns)
-    given = parsed_dates(path, table.names[0], lines, first_column, date_format)
+    parsed = parsed_dates(path, table.names[0], lines, first_column, date_format)
     values = numbers(table, selected, decimal, missing_values)
     names = [table.names[number] for number in selected]
 
-    back = np.flatnonzero(np.diff(given.utc) < 0 * SECOND)
-    if back.size and unsorted == "error":
-        before, row = given.local[back[0] : back[0] + 2]
+    backward = np.flatnonzero(np.diff(parsed.utc) < 0 * SECOND)
+    if backward.size and unsorted == "error":
+        before, row = parsed.local[backward[0] : backward[0] + 2]
         raise ValueError(
-            f"{path}, line {lines[back[0] + 1]}: {date_text(row)} comes "
+            f"{path}, line {lines[backward[0] + 1]}: {date_text(row)} comes "
             f"after {date_text(before)}; unsorted='sort' sorts the rows"
         )
-    order = np.argsort(given.utc, kind="stable")
-    given, values, lines = given.rows(order), values[order], lines[order]
+    order = np.argsort(parsed.utc, kind="stable")
+    parsed, values, lines = parsed.rows(order), values[order], lines[order]
 
-    again = np.flatnonzero(np.diff(given.utc) == 0 * SECOND)
-    if again.size and duplicates == "error":
+    repeated = np.flatnonzero(np.diff(parsed.utc) == 0 * SECOND)
+    if repeated.size and duplicates == "error":
         raise ValueError(
-            f"{path}, line {lines[again[0] + 1]}: {date_text(given.local[again[0]])} "
-            f"is there already, in line {lines[again[0]]}; duplicates='first' or "
-            "'mean' makes one row of them"
+            f"{path}, line {lines[repeated[0] + 1]}: "
+            f"{date_text(parsed.local[repeated[0]])} is there already, in line "
+            f"{lines[repeated[0]]}; duplicates='first' or 'mean' makes one row of them"
         )
-    if again.size:
-        _, first, counts = np.unique(given.utc, return_index=True, return_counts=True)
-        given = given.rows(first)
+    if repeated.size:
+        _, first, counts = np.unique(parsed.utc, return_index=True, return_counts=True)
+        parsed = parsed.rows(first)
         if duplicates == "mean":
             values = np.add.reduceat(values, first) / counts[:, None]
         else:
@@ -245,7 +245,7 @@ def read_series(
         lines = lines[first]
     if len(lines) < 3:
         raise ValueError(f"{path} holds {len(lines)} rows, a series needs at least 3")
-    local, dates = given.local, clock_of(given)
+    local, dates = parsed.local, clock_of(parsed)
 
     absent = np.isnan(values)
     if absent.any() and missing == "error":
@@ -287,7 +287,7 @@ def read_series(
         values = values[:, ~flat]
     if not names:
         raise ValueError(f"{path} holds no column that varies")
-    return Series(values, tuple(names), dates, step, calendar, str(given.zones[-1]))
+    return Series(values, tuple(names), dates, step, calendar, str(parsed.zones[-1]))
 
 
 # Files
@@ -366,7 +366,7 @@ def _warn_of_far_values(
         if len(others) > 1 and away.max() > FAR * others.std() > 0:
             warnings.warn(
                 f"{path}, column {name!r}: {value:.15g} ({len(column) - len(others)} "
-                f"times) is {FAR} standard deviations away from the other values; if "
+                f"times) is {FAR} standard deviations away from all other values; if "
                 f"it marks missing values, missing_values=('{value:.15g}',) says so",
                 stacklevel=3,
             )

@@ -80,11 +80,11 @@ def draw_sets(
     patterns: np.ndarray, memories: int, runs: Sequence[int], seed: Sequence[int]
 ) -> np.ndarray:
     """Memory sets `(sets, M, d)` of distinct patterns; a run has a seed of its own."""
-    drawn = []
+    sets = []
     for index in runs:
         rng = np.random.default_rng([*seed, index])
-        drawn.append(patterns[rng.choice(len(patterns), memories, replace=False)])
-    return np.stack(drawn)
+        sets.append(patterns[rng.choice(len(patterns), memories, replace=False)])
+    return np.stack(sets)
 
 
 @jax.jit
@@ -306,7 +306,7 @@ def mean_error(weights: Array, memories: Array) -> Array:
 def _scores(weights: Array, memories: Array) -> tuple[Array, Array, Array]:
     """Mean error, top-1 and exact recall of weights `(Q, M)`, query by memory."""
     low, high = jnp.minimum(memories.min(), 0), jnp.maximum(memories.max(), 1)
-    off = jnp.clip(weigh(weights, memories), low, high) - memories
-    right = weights.argmax(-1) == jnp.arange(memories.shape[0])
-    exact = jnp.abs(off).max(-1) <= EXACT
-    return (off * off).sum(-1).mean(), right.mean(), exact.mean()
+    differences = jnp.clip(weigh(weights, memories), low, high) - memories
+    correct = weights.argmax(-1) == jnp.arange(memories.shape[0])
+    exact = jnp.abs(differences).max(-1) <= EXACT
+    return (differences * differences).sum(-1).mean(), correct.mean(), exact.mean()

@@ -61,7 +61,7 @@ class Method(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How the kernels of a protocol are learned.
+    """Settings of Stage I and of the closed form in a protocol.
 
     Attributes:
       start: of the kernel: `identity`, or `gaussian` as in the paper.

@@ -1,4 +1,4 @@
-"""The three protocols: what is compared with what, and under which settings.
+"""The three protocols: which methods are compared, and under which settings.
 
 - `fair`: every method at its own best beta and kernel, chosen on other memories.
 - `paper`: one beta, a Gaussian start, constant rates (1 unless others are given), rows
@@ -36,7 +36,7 @@ class Protocol(NamedTuple):
 
     Attributes:
       methods: the methods compared.
-      settings: how their kernels are learned.
+      settings: of the kernels of the methods.
       beta: inverse temperature of all methods, or None to choose it for each.
     """
 
@@ -96,8 +96,8 @@ def check(config: ConfigDict) -> None:
         raise ValueError("stage_one.rates must name at least one, got none")
     for rate in options.rates:
         check_positive("stage_one.rates", rate)
-    own = config.protocol == "reference" or config.variant == "scatter"
-    if own and set(options.rates) != {1}:
+    fixed = config.protocol == "reference" or config.variant == "scatter"
+    if fixed and set(options.rates) != {1}:
         raise ValueError(
             "stage_one.rates must be (1.0,) where rates are given, in the reference "
             f"protocol and the scatter variant, got {tuple(options.rates)}"

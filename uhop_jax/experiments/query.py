@@ -81,7 +81,9 @@ class CalibratedMemory(NamedTuple):
             return f"shape is {shape!r:.40}, of patterns of dimension {values.shape[1]}"
         words = isinstance(names, tuple) and all(isinstance(x, str) for x in names)
         if not words or len(names) != len(values):
-            return f"names are not those of {len(values)} patterns"
+            return (
+                f"names must be a tuple of {len(values)} strings, one for each pattern"
+            )
         return ""
 
 

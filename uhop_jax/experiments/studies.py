@@ -235,7 +235,7 @@ def scatter_report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def metastability_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
-    """How many memories one update mixes, by alpha and beta, with and without U-Hop."""
+    """Number of memories that an update mixes, by alpha and beta, and the error."""
     config = study.config
     runs = range(config.runs)
     queries = study.queries(cell, SCORED, runs)

@@ -376,6 +376,7 @@ def base_row(study: Study, cell: Cell, method: str, setting: str, index: int) ->
 
 
 def _numbers(scores: Scores, j: int, i: int) -> dict[str, float]:
+    """Scores of entry `i` on memory set `j`, by name."""
     return {name: float(getattr(scores, name)[j, i]) for name in Scores._fields}
 
 
@@ -493,7 +494,7 @@ def _check(study: Study, cells: Sequence[Cell]) -> None:
         if cell.memories > available // 2:
             raise ValueError(
                 f"memories must be at most {available // 2}, half of the {available} "
-                f"patterns of {config.data.name} (the other half is for tuning), got "
+                f"patterns of {config.data.name} (one half is for tuning), got "
                 f"{cell.memories}"
             )
         study.corruption(cell)

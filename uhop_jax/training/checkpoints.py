@@ -65,7 +65,7 @@ class Checkpoints:
 
         Args:
           step: number of the step.
-          state: what is saved.
+          state: pytree of arrays to save.
           keep: step of the checkpoint that is kept beside the latest.
 
         Raises:
@@ -95,7 +95,7 @@ class Checkpoints:
         if _is_damaged(path):
             raise ValueError(
                 f"checkpoint {path} is damaged: the command that has trained it goes "
-                "back to the one before"
+                "back to the checkpoint before"
             )
         try:
             stored = self._manager.item_metadata(step)
@@ -107,7 +107,7 @@ class Checkpoints:
         except Exception as error:  # raised by many libraries
             raise ValueError(
                 f"checkpoint {path} cannot be read ({_reason(error)}): give it back "
-                "what it lacks, or move it away to go on from the one before"
+                "what it lacks, or move it away to go on from the checkpoint before"
             ) from error
 
     def wait(self) -> None:
@@ -197,7 +197,7 @@ def _set_damaged_aside(directory: Path) -> None:
                 os.rename(path, place)
                 warnings.warn(
                     f"checkpoint {path.name} in {directory} is damaged, going back to "
-                    f"the one before; it was moved to {place}",
+                    f"the checkpoint before; it was moved to {place}",
                     stacklevel=3,
                 )
             elif not (path / "_CHECKPOINT_METADATA").exists():
@@ -216,8 +216,8 @@ def _writing(directory: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise OSError(
-            f"checkpoints in {directory} cannot be written ({_reason(error)}); those "
-            "before are kept"
+            f"checkpoints in {directory} cannot be written ({_reason(error)}); "
+            "earlier checkpoints are kept"
         ) from error
 
 

@@ -467,23 +467,23 @@ def _check_finite(
 def _signals() -> Iterator[list[int]]:
     """Collects the first SIGINT or SIGTERM, so that the current steps are finished."""
     caught: list[int] = []
-    before: dict[int, Any] = {}
+    handlers: dict[int, Any] = {}
 
     def note(number: int, frame: Any) -> None:
         del frame
         caught.append(number)
-        for one, handler in before.items():  # a second signal acts at once
+        for one, handler in handlers.items():  # a second signal acts at once
             signal.signal(one, handler)
 
     for which in (signal.SIGINT, signal.SIGTERM):
         try:
-            before[which] = signal.signal(which, note)
+            handlers[which] = signal.signal(which, note)
         except ValueError:  # not the main thread
             break
     try:
         yield caught
     finally:
-        for one, handler in before.items():
+        for one, handler in handlers.items():
             signal.signal(one, handler)
 
 

@@ -63,7 +63,7 @@ class Task(NamedTuple):
     Attributes:
       build: `build(rngs)` makes the model.
       score: `score(model, batch, key)` gives metrics by name, one for each example;
-        `loss` is what is minimised. Without a key nothing is random.
+        `loss` is minimised. Without a key nothing is random.
       inputs: `inputs(batch)` gives the arguments of the model, for separation losses.
       augment: `augment(batch, key)` changes a batch before training on it.
       train: examples to learn from.
@@ -87,7 +87,7 @@ class Task(NamedTuple):
 
 
 class StageOne(NamedTuple):
-    """How kernels are learned beside the task.
+    """Settings of Stage I, which learns kernels beside the task.
 
     Attributes:
       schedule: `none`; `bilevel`, `steps` Stage I steps before each step of the task
@@ -98,7 +98,7 @@ class StageOne(NamedTuple):
       batch_size: `B_1`, memory sets in a step.
       rate: of SGD.
       loss: kind of the separation loss.
-      t: its scale.
+      t: scale of the separation loss.
       by_task: whether the task moves the kernels too.
     """
 
@@ -164,7 +164,7 @@ class Trainer:
     Args:
       task: model, loss and examples.
       optimizer: of the task.
-      stage_one: how kernels are learned.
+      stage_one: settings of Stage I.
       batch_size: examples in a step of the task, `B_2`.
       seeds: runs that are trained side by side.
       devices: over which each batch is spread.
@@ -224,7 +224,7 @@ class Trainer:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Where states and resident examples are: on every device."""
+        """The sharding of states and resident examples: a copy on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def place(self, tree: Any) -> Any:
@@ -276,7 +276,7 @@ class Trainer:
 
     @functools.partial(jax.jit, static_argnums=0)
     def order(self, epoch: Array) -> dict[str, Array]:
-        """Which examples each step of an epoch sees, `(seeds, steps, size)`.
+        """Indices of the examples of each step of an epoch, `(seeds, steps, size)`.
 
         The task sees each example once. A last batch that is not full is filled with
         examples that do not count. Stage I draws its batches anew at every step.
@@ -298,7 +298,7 @@ class Trainer:
 
     @functools.partial(jax.jit, static_argnums=0)
     def stage_order(self, epoch: Array) -> Array:
-        """Which examples each step of an epoch of Stage I sees, `(seeds, steps, size)`.
+        """Indices of the examples of each step of Stage I, `(seeds, steps, size)`.
 
         Examples that do not fill a batch are left out, in every epoch different ones.
         """
@@ -479,7 +479,7 @@ class Trainer:
         return TrainState(kernels, rest, optimizer, sums)
 
     def _counts(self, number: Array) -> Array:
-        """Which examples of a step count, as 0 and 1: all but those that fill it up."""
+        """Weights of the examples of a step: 1, or 0 for examples that fill it up."""
         first = number % self.steps_per_epoch * self.batch_size
         place = first + jnp.arange(self.batch_size)
         return (place < self.task.train.size).astype(jnp.float32)

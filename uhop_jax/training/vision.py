@@ -112,9 +112,9 @@ class Vision(Application):
     @property
     def title(self) -> str:
         name = Path(self.config.data.name).name
-        number, apart = len(self.config.seeds), self.config.data.held_out
+        number, drawn = len(self.config.seeds), self.config.data.held_out
         text = f"{name}, {self.config.model.name}, {number} seed{'s' * (number > 1)}"
-        return text + f", judged by {apart} training images held out" * (apart > 0)
+        return text + f", judged by {drawn} training images held out" * (drawn > 0)
 
     def curves_title(self, cell: Any) -> str:
         return f"{Path(self.config.data.name).name}, {cell.title}"
@@ -316,9 +316,9 @@ def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task
         target = jax.nn.one_hot(batch["labels"], classes, dtype=jnp.float32)
         if key is not None and smoothing:
             target = optax.smooth_labels(target, smoothing)
-        right = logits.argmax(-1) == batch["labels"]
+        correct = logits.argmax(-1) == batch["labels"]
         loss = optax.softmax_cross_entropy(logits, target)
-        return {"loss": loss, "accuracy": right.astype(jnp.float32)}
+        return {"loss": loss, "accuracy": correct.astype(jnp.float32)}
 
     def changed(batch: Batch, key: Array) -> Batch:
         return dict(batch, images=augmented(batch["images"], key, flip, crop))
@@ -430,10 +430,10 @@ def held_out(train: Images, number: int) -> tuple[Images, Images]:
     check_count("data.held_out", number, 1, len(train.raw) - 1)
     order = np.random.default_rng(0).permutation(len(train.raw))
     parts = np.sort(order[:-number]), np.sort(order[-number:])
-    rest, apart = (
+    kept, drawn = (
         train._replace(raw=train.raw[part], labels=train.labels[part]) for part in parts
     )
-    return rest, apart
+    return kept, drawn
 
 
 def augmented(
