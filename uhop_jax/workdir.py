@@ -31,7 +31,7 @@ AGAIN = "restore it, or choose another --workdir"
 
 
 def fingerprint(*parts: np.ndarray | Sequence[str]) -> dict[str, Any]:
-    """Shape of the first array, and SHA-256 of all arrays and names, as for JSON."""
+    """Shape of the first array, and SHA-256 of all arrays and names, for JSON."""
     digest, shape = hashlib.sha256(), None
     for part in parts:
         if isinstance(part, np.ndarray):

@@ -232,8 +232,8 @@ def clock_of(dates: Dates) -> np.ndarray:
     """Local time of sorted rows, by the clock that makes their steps even.
 
     Steps of hours are even by a clock that is never changed, with the offset of the
-    last row throughout. Where steps are not, as steps of days, the clock of the file
-    is taken.
+    last row throughout. Where steps are not even by it, as steps of days, the clock
+    of the file is taken.
     """
     steady = dates.utc + dates.offsets[-1]
     if _fitting(steady)[1] or (np.diff(dates.local) <= 0 * SECOND).any():

@@ -1,7 +1,7 @@
 """Image sets as NumPy arrays.
 
-TFDS prepares the sets (array_record). Reading them needs no TensorFlow; preparing them,
-once, needs it: the extra `data`.
+TFDS prepares the sets (array_record). Reading a prepared set needs no TensorFlow;
+preparing it, once, does: the extra `data`.
 """
 
 import importlib.util
@@ -167,7 +167,7 @@ def check_reachable(name: str, host: str, directory: str | Path) -> None:
 
 
 def _place(directory: str | Path | None) -> Path:
-    """The directory of prepared sets, or the default of TFDS."""
+    """The directory given, or the default of TFDS."""
     default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
     return user_path(default if directory is None else directory)
 

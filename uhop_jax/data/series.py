@@ -40,7 +40,7 @@ WTH = (  # a copy at an address that does not change
     "https://raw.githubusercontent.com/xun468/Time-GNN/"
     "68c3c6cd970f102b35139cff97eee4837a0fc200/datasets/"
 )
-LARGEST = 2**30  # bytes of text; its cells take ten times as much
+LARGEST = 2**30  # bytes of text; the cells take ten times as much memory
 HOST = "raw.githubusercontent.com"
 
 
@@ -98,8 +98,8 @@ class Series(NamedTuple):
         local time: hours by the offset of the last row throughout, days by the clock of
         the file, so that steps are even.
       step: the commonest time between rows, timedelta64[s].
-      calendar: "" if every row comes one `step` after the last; else `weekdays`,
-        `months` (same day of the month) or `month ends`.
+      calendar: "" if all rows are one `step` apart; else `weekdays`, `months` (same day
+        of the month) or `month ends`.
       zone: offset from UTC of the last row, as the file writes it, or "".
     """
 

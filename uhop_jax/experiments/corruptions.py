@@ -20,7 +20,7 @@ KINDS = (
 
 @frozen_pytree
 class Dropout:
-    """Masks each component with a probability, and scales up the others, as dropout.
+    """Masks components with a probability, and scales up the rest, as dropout does.
 
     The authors' code uses dropout in place of a mask.
 
@@ -179,7 +179,7 @@ class Shift:
 
 @frozen_pytree
 class KnownMasks:
-    """Hides the unknown components of one of some masks, drawn for each pattern.
+    """Hides the unknown components of a mask, which is drawn for each pattern.
 
     A call returns the patterns and, for each, the mask that was drawn.
 
@@ -216,8 +216,8 @@ def corruption_of(
       reference: whether masks and noise follow the authors' code.
 
     Raises:
-      ValueError: if the kind is unknown, the level is out of range, or the kind is
-        for images and the patterns are none.
+      ValueError: if the kind is unknown, the level is out of range, or a corruption
+        of images is given other patterns.
     """
     check_choice("corruption.kinds", kind, KINDS)
     if not (math.isfinite(level) and level >= 0):

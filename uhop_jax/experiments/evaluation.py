@@ -1,4 +1,4 @@
-"""Memory sets and queries, and how well models retrieve them: whole sweeps on device.
+"""Memory sets and queries, and the scores of models on them: whole sweeps on device.
 
 One model is an `Entry`; all entries of a cell are evaluated by one compiled program,
 which visits one memory set after another so that memory stays bounded.
@@ -299,12 +299,12 @@ def _score(
 
 
 def mean_error(weights: Array, memories: Array) -> Array:
-    """Mean error of weights `(Q, M)`, query by memory."""
+    """Mean error of weights `(Q, M)`; query `i` is a copy of memory `i`."""
     return _scores(weights, memories)[0]
 
 
 def _scores(weights: Array, memories: Array) -> tuple[Array, Array, Array]:
-    """Mean error, top-1 and exact recall of weights `(Q, M)`, query by memory."""
+    """Mean error, top-1 and exact recall of weights, see `mean_error`."""
     low, high = jnp.minimum(memories.min(), 0), jnp.maximum(memories.max(), 1)
     differences = jnp.clip(weigh(weights, memories), low, high) - memories
     correct = weights.argmax(-1) == jnp.arange(memories.shape[0])

@@ -17,7 +17,7 @@ ERROR = "error (sum of squared pixel differences)"
 SPREAD = "mean and its 95 % interval, without a lower half where it would reach zero"
 MOST_IMAGES = 100  # rows of an image grid; Matplotlib draws no more than 65,536 dots
 FEW = 8  # most curves of one panel
-FEWEST = 3  # least points of a curve; with fewer, methods stand side by side
+FEWEST = 3  # fewest points of a curve; below it, methods stand side by side
 _GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
 _GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}
 # Methods of one family have consecutive numbers.

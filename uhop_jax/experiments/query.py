@@ -54,7 +54,7 @@ class CalibratedMemory(NamedTuple):
         """Reads a memory that `save` wrote.
 
         Raises:
-          ValueError: if the file is missing, damaged or of something else.
+          ValueError: if the file is missing or damaged, or holds something else.
         """
         fields = load(path)
         whole = isinstance(fields, tuple) and len(fields) == 4

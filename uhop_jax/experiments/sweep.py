@@ -455,7 +455,7 @@ def _block_size(study: Study, cell: Cell) -> int:
 
 
 def _blocks(sets: int, size: int) -> Iterator[range]:
-    """Ranges of `size` runs each, for `sets` runs or, to fill the last, a few more."""
+    """Ranges of `size` runs each that cover `sets` runs; the last may reach beyond."""
     for first in range(0, sets, size):
         yield range(first, first + size)
 
@@ -507,7 +507,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def grid_report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The tables, and for each cell the best methods, the limit and the settings."""
+    """The tables, and for each cell the best methods, the limit and the calibrated."""
     fixed = {m.name for m in FAIR if m.family in ("", "centred", "two-sided")}
     titles = "cell, best fixed similarity, best of all, calibrated, limit, chosen"
     lines = [titles.split(", ")]

@@ -1,4 +1,4 @@
-"""The interface of a kind of task, such as image classification, to a study."""
+"""The interface of applications: a kind of task, such as image classification."""
 
 import abc
 import functools
@@ -167,7 +167,7 @@ def directory_name(cell: Cell) -> str:
 
 
 def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:
-    """Number of parameters of a model, without the memory to build it."""
+    """Number of parameters of a model, without allocating its arrays."""
     return number_of_parameters(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
 
 

@@ -137,9 +137,9 @@ class Checkpoints:
                 self._manager.close()
 
     def _report(self, unraisable: Any) -> None:
-        """Reports errors that threads cannot raise, but for a needless one.
+        """Reports an error that a thread cannot raise, except after a failed write.
 
-        After a failed write, which is raised, the threads of TensorStore report to an
+        The failed write itself is raised; the threads of TensorStore then report to an
         event loop that has ended.
         """
         if str(unraisable.exc_value) != "Event loop is closed":
@@ -167,7 +167,7 @@ def _seal(path: Path) -> None:
 
 
 def _is_damaged(path: Path) -> bool:
-    """Whether a checkpoint is not as it was sealed; one without a seal is not."""
+    """Whether a checkpoint differs from its seal; never true without a seal."""
     seal = path / SEAL
     return seal.exists() and seal.read_text("utf-8", "replace") != _digest(path)
 
@@ -222,7 +222,7 @@ def _writing(directory: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The system's message if an error is of the system, else the error's own."""
+    """The message of the system for its errors, else the message of the error."""
     match = re.search(r"os_error_code='(\d+)'", str(error))
     if match:
         return os.strerror(int(match[1]))

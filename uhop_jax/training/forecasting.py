@@ -69,7 +69,7 @@ class Cell(NamedTuple):
       arm: name in `ARMS`.
       seed: of start values, order and dropout.
       memory: "", or the external memory that a trained model has, of `MEMORIES`.
-      bank: windows in that memory.
+      bank: windows in the memory.
     """
 
     data: str
@@ -136,7 +136,7 @@ class Forecasting(Application):
         return [name for name in names if name]
 
     def cells(self) -> list[Cell]:
-        """Each model, and after it the same with an external memory."""
+        """Each model, and after it the same model with an external memory."""
         config, cells = self.config, []
         if not self._names():
             raise ValueError(

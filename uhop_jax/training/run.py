@@ -288,6 +288,7 @@ class Data:
         return self.on_device or not split.by_row
 
     def _arrays(self, split: Split) -> Any:
+        """The arrays of a split on the device, placed once."""
         if id(split) not in self._placed:
             self._placed[id(split)] = self.trainer.place(dict(split.arrays))
         return self._placed[id(split)]
@@ -335,6 +336,7 @@ def _row_bytes(split: Split) -> float:
 
 
 def _phases(trainer: Trainer, goal: Goal) -> list[Phase]:
+    """The task, after Stage I alone if the schedule has such a phase."""
     task = Phase("task", goal.epochs, trainer.steps_per_epoch)
     stage = trainer.stage_one
     if stage.schedule not in ("warmup", "reference"):
@@ -444,6 +446,7 @@ def _scores(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> np.n
 def _patience_is_over(
     rows: Sequence[Mapping[str, Any]], metric: str, goal: Goal
 ) -> bool:
+    """Whether the last `goal.patience` epochs have brought no improvement."""
     if goal.patience is None:
         return False
     scores = _scores(rows, metric, goal.least)
@@ -453,6 +456,7 @@ def _patience_is_over(
 def _check_finite(
     state: TrainState, phase: Phase, epoch: int, checkpoints: Checkpoints
 ) -> None:
+    """Refuses to go on with a loss that is not finite."""
     for name in ("loss", "separation"):
         if not np.isfinite(np.asarray(state.sums[name])).all():
             rate = "train.learning_rate" if name == "loss" else "stage_one.rate"

@@ -91,8 +91,8 @@ class StageOne(NamedTuple):
 
     Attributes:
       schedule: `none`; `bilevel`, `steps` Stage I steps before each step of the task
-        [algo:bi-level]; `warmup`, `epochs` of Stage I before the first; or `reference`,
-        as the authors' code: like `warmup`, but over all parameters, not kernels alone.
+        [algo:bi-level]; `warmup`, `epochs` of Stage I before the task; or `reference`,
+        as the authors' code: like `warmup`, but over all parameters, not only kernels.
       steps: `N_i`.
       epochs: of the schedules `warmup` and `reference`.
       batch_size: `B_1`, memory sets in a step.
