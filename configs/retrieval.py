@@ -82,19 +82,19 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.data = ml_collections.ConfigDict()
     config.data.name = _DATA.get(variant, "mnist")  # a name or a path, as above
     config.data.split = "test"  # or "train"
-    config.data.dir = ""  # of prepared data sets; "" is TFDS's own place
+    config.data.dir = ""  # of prepared data sets; "" is the default of TFDS
     config.data.limit = 0  # patterns that are loaded; 0 is all
     if variant == "query":
         return _query(config)
 
     config.protocol = "fair"  # or "paper", "reference"
-    config.methods = ()  # names of those to run; none is all of the protocol
+    config.methods = ()  # names of methods; () is all of the protocol
     config.beta = 1.0  # of all methods, in the paper and reference protocols
     config.memories = (100,)  # patterns in a memory set
     config.runs = 20  # memory sets that are scored
     config.tuning_queries = 200  # in 3 other sets or more, to choose beta and kernel
     config.calibration_queries = 1000  # copies that `calibrate` corrupts
-    config.every_setting = False  # keep every N and ridge, not the best alone
+    config.every_setting = False  # keep every N and ridge, not only the best
     config.images = 6  # rows of the image grid; 0 for none
     config.pictured = PICTURED  # methods in the image grid
 
@@ -115,11 +115,11 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
 
     config.stage_one = ml_collections.ConfigDict()
     config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
-    # The start and the rate are those of the fair protocol; the others have their own.
+    # Start and rate are for the fair protocol; each further protocol has its own.
     config.stage_one.start = "identity"  # or "gaussian", the paper's
     config.stage_one.rate = 0.03  # in units of the dimension: W moves by rate * d
-    config.stage_one.rates = (1.0,)  # times that rate, or the paper's 1
-    config.stage_one.steps = ()  # N, a kernel each; none is the paper's N
+    config.stage_one.rates = (1.0,)  # multiples of the rate, or of the paper's 1
+    config.stage_one.steps = ()  # N, a kernel each; () is the paper's N
     config.stage_one.ridges = RIDGES  # of the closed form
 
     levels = config.corruption.levels
@@ -160,13 +160,14 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
 
 
 def _query(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """The config of the variant `query`."""
     config.memory = ""  # a memory saved by an earlier run, in place of data.name
     config.queries = ""  # .npy, .npz or a folder of images
     config.observed = ""  # .npy of booleans, true where a query's component is known
-    # The model is then fitted to the patterns stored, a sample of the file say.
+    # With `mapped`, the model is fitted to data.name, such as a sample of the file.
     config.mapped = ""  # .npy of floats, however large, to retrieve from instead
     config.block = 0  # memories that are held at a time; 0 is all, or by size if mapped
-    config.shards = 0  # devices over which the memories are split; 0 is one, unsplit
+    config.shards = 0  # devices over which the memories are split; 0 is none
     config.corruption = ml_collections.ConfigDict()
     config.corruption.kind = "mask"  # of your queries; the kinds of other variants
     config.corruption.level = 0.5  # in the units of the kind

@@ -19,13 +19,13 @@ For example, your own file, the next 24 steps from the last 96:
 Arms are named in `uhop_jax/training/arms.py`: `GSH` is STanHop-Net as published, `GSH +
 U-Hop` learns kernels in it; `MHM` and `Sparse MHM` are its dense and sparse ablations.
 Several data sets (with commas between), horizons, windows, arms or seeds make a study:
-one run in a directory each, one table beside the paper's numbers, one figure; what is
-finished is kept. Every table has the forecasts that need no training. All windows are
+one run in a directory each, one table beside the paper's numbers, one figure; finished
+runs are kept. Every table has the forecasts that need no training. All windows are
 tested on the same targets, and the table marks the window of the least validation loss.
-An external memory is read without training ("plug"), or what it adds is trained while
+An external memory is read without training ("plug"), or its layers are trained while
 the model is frozen ("tune"); each is reported beside its model. The keys that people
 set first are `data.name`, `data.columns`, `horizon`, `window`, `arms`, `seeds` and
-`train.epochs`; `predict` continues another file by what a run has trained.
+`train.epochs`; `predict` continues another file by the model that a run has trained.
 """
 
 import ml_collections
@@ -54,16 +54,16 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.window = (168,)  # steps of the input, one or several to choose from
 
     config.external_memory = ""  # or "plug", "tune": a memory of past windows
-    config.bank = 64  # training windows in it, evenly spaced in time
+    config.bank = 64  # training windows in the memory, evenly spaced in time
 
     config.data = ml_collections.ConfigDict()
     config.data.name = variant  # or FILE.csv, several with commas between
-    config.data.dir = ""  # of the known sets; "" is pooch's own place
-    config.data.split = ()  # fractions for training, validation, test; () is the usual
+    config.data.dir = ""  # of the known sets; "" is the default of pooch
+    config.data.split = ()  # fractions for training, validation, test; () is as usual
     config.data.columns = ()  # of a csv; () is all
-    config.data.date_format = ""  # of a csv, as of strptime; "" finds out
+    config.data.date_format = ""  # of a csv, as of strptime; "" tries common forms
     config.data.decimal = "auto"  # mark in numbers of a csv; or "point", "comma"
-    config.data.missing_values = ()  # cells of a csv that stand for none, as (-9999,)
+    config.data.missing_values = ()  # cells that mark a missing value, as (-9999,)
     config.data.missing = "error"  # or "interpolate"
     config.data.gaps = "error"  # or "fill"
     config.data.duplicates = "error"  # or "first", "mean"
@@ -73,7 +73,7 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.model = ml_collections.ConfigDict()
     config.model.segment = 12  # steps of a token
     config.model.scales = 0  # of the encoder; 0 is the paper's, 2 from horizon 336 on
-    config.model.merge = 2  # segments that a further scale makes one of
+    config.model.merge = 2  # segments that a further scale merges into one
     config.model.size = 256  # of tokens
     config.model.mlp_size = 512  # hidden units
     config.model.num_heads = 4  # of each layer

@@ -17,12 +17,13 @@ For example, the released U-Hop beside the plain layer on CIFAR-10, three seeds:
 | `convergence` | curves for each sample size | long |
 | `patches` | patches of 4 and 8, so that there is something to attend to | long |
 
-Each trains the arms of `--config.arms` (names in `uhop_jax/training/arms.py`) for all
-`--config.seeds`, on any data set: `--config.data.name=digits`, `mnist`, `cifar10`,
-`cifar100`, `tiny_imagenet`, or a folder with `train/CLASS/` and `test/CLASS/`. Several
-arms, sizes or patches make a study: one run in a directory each, one table, one figure.
+Each variant trains the arms of `--config.arms` (names in `uhop_jax/training/arms.py`)
+for all `--config.seeds`, on any data set: `--config.data.name=digits`, `mnist`,
+`cifar10`, `cifar100`, `tiny_imagenet`, or a folder with `train/CLASS/` and
+`test/CLASS/`. Several arms, sizes or patches make a study: one run in a directory each,
+one table, one figure.
 The keys that people set first are `data.name`, `arms`, `seeds`, `sizes`, `train.epochs`
-and `train.batch_size`; `eval_only` and `predict` use what a run has trained.
+and `train.batch_size`; `eval_only` and `predict` use the model that a run has trained.
 Series are forecast by `--config=configs/time_series.py:VARIANT`.
 """
 
@@ -64,9 +65,9 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
 
     config.data = ml_collections.ConfigDict()
     config.data.name = "cifar10"  # or a folder with train/CLASS/ and test/CLASS/
-    config.data.dir = ""  # of prepared data sets; "" is TFDS's own place
+    config.data.dir = ""  # of prepared data sets; "" is the default of TFDS
     config.data.test_limit = 0  # test images; 0 is all
-    config.data.held_out = 0  # training images that judge in place of the test images
+    config.data.held_out = 0  # training images that judge in place of test images
     config.data.on_device = True  # False: batches are streamed from the host
 
     config.model = ml_collections.ConfigDict()
@@ -76,7 +77,7 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
     config.model.depth = 3  # blocks of the transformer
     config.model.mlp_size = 0  # of the transformer; 0 is four times the size
     config.model.mlp_dropout = 0.3  # of the transformer, in its MLPs
-    config.model.positions = False  # learned ones, added to the tokens
+    config.model.positions = False  # learned positions, added to the tokens
     config.model.steps = 1  # updates of a layer
     config.model.beta = 0.0  # 0 is 1 / sqrt(size of a head)
     config.model.alpha = 1.5  # of the arms with entmax

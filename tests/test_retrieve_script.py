@@ -508,9 +508,9 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
 def test_a_config_may_lie_at_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for flag in ("--config", "-config"):
-        argument = command_line._found(f"{flag}=~/own.py:demo", {})
+        argument = command_line._with_full_path(f"{flag}=~/own.py:demo", {})
         assert argument == f"{flag}=/home/me/own.py:demo"
-    assert command_line._found("--config.a=~b", {}) == "--config.a=~b"
+    assert command_line._with_full_path("--config.a=~b", {}) == "--config.a=~b"
 
 
 def photos(folder, patterns, shape):
@@ -748,8 +748,8 @@ def test_noise_of_twice_the_largest_value_is_no_other_scale():
         ({"values": np.float32([[1]] * 7 + [[np.nan]] * 5)}, "in row 7"),
         ({"shape": (8, 9, 1)}, r"shape is \(8, 9, 1\), of patterns of dimension 64"),
         ({"shape": ("a",)}, "shape is"),
-        ({"names": ("one",)}, "names are not those of 12 patterns"),
-        ({"names": None}, "names are not those of 12 patterns"),
+        ({"names": ("one",)}, "names must be a tuple of 12 strings"),
+        ({"names": None}, "names must be a tuple of 12 strings"),
     ],
     ids=range(7),
 )

@@ -1,4 +1,4 @@
-"""What all figures of numbers share: looks of curves, axes from zero, small files."""
+"""Parts of all figures of numbers: styles of curves, axes from zero, small files."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ FONT = 9  # points, of the smallest letters
 
 
 class Style(NamedTuple):
-    """How curves and marks look.
+    """Look of a curve or a mark.
 
     Attributes:
       color: number of the colour.
       mark: number of marker and dashes.
-      shade: below 1, the colour is mixed with white.
-      plain: a grey line without markers, of what is no method but a bound.
+      shade: 1 for the full colour; below 1, the colour is mixed with white.
+      plain: whether the curve is a grey line without markers, as for a bound.
     """
 
     color: int
@@ -55,10 +55,10 @@ def from_zero(
     values: Float[np.ndarray, " n"],
     ends: Float[np.ndarray, " m"],
 ) -> None:
-    """Scale for values that are never negative, from zero to the ends of their bars.
+    """Scales an axis for values that are never negative: from zero to the ends of bars.
 
-    If they are of several orders it is logarithmic, and what is zero, or nearly so, has
-    a zone in grey at its lower end.
+    Values of several orders of magnitude get a logarithmic axis, with a grey zone at
+    the lower end for values at or near zero.
     """
     values, ends = values[np.isfinite(values)], ends[np.isfinite(ends)]
     most = values.max(initial=0.0)
@@ -91,7 +91,7 @@ def from_zero(
 def bars(mean: ArrayLike, spread: ArrayLike, positive: bool) -> np.ndarray | None:
     """Half-lengths of error bars below and above.
 
-    On an axis for what is positive, a bar that would reach zero has no lower half.
+    On an axis of positive values, a bar that would reach zero has no lower half.
     """
     if not np.any(spread):
         return None

@@ -15,10 +15,10 @@ class Comparison(NamedTuple):
 
     Attributes:
       title: above the axes.
-      groups: value, and half-length of its error bar, by name, by heading.
+      groups: by heading and name, the value and the half-length of its error bar.
       xlabel: quantity and unit.
-      origin: bars begin here, on a logarithmic axis; None draws points on an axis from
-        zero on, linear where the values are of one order, else logarithmic.
+      origin: where bars begin, on a logarithmic axis; None draws points on an axis that
+        begins at zero, as for `yscale="auto"` of a `Panel`.
       line: name and place of a line across all names.
       styles: of points, by name.
     """
@@ -75,7 +75,7 @@ def comparisons(
 
 
 def _compare(axis: Any, part: Comparison, parts: Sequence[Comparison]) -> None:
-    """Draws a comparison; points have the range of all with the same quantity."""
+    """Draws a comparison; panels of points with one quantity share their range."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     labels: list[tuple[str, bool]] = []
@@ -84,7 +84,7 @@ def _compare(axis: Any, part: Comparison, parts: Sequence[Comparison]) -> None:
         alike = [other for other in parts if other.xlabel == part.xlabel]
     pairs = [x for p in alike for group in p.groups.values() for x in group.values()]
     values, halves = map(np.asarray, zip(*pairs, strict=True))
-    nothing = 1e-12 * values.max()  # rounding of what is zero
+    rounding = 1e-12 * values.max()  # below it, a value is rounding of zero
     for heading, group in part.groups.items():
         if heading:
             labels.append((heading, True))
@@ -113,7 +113,7 @@ def _compare(axis: Any, part: Comparison, parts: Sequence[Comparison]) -> None:
                     hatch="" if slower else "////",
                     linewidth=0.7,
                 )
-            value = value if value > nothing else 0.0
+            value = value if value > rounding else 0.0
             axis.text(
                 1.02,
                 place,

@@ -1,4 +1,4 @@
-"""What the scripts share: shipped configs, flags, clear errors and exit codes."""
+"""Parts of both scripts: shipped configs, flags, clear errors and exit codes."""
 
 import difflib
 import importlib.util
@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 from uhop_jax._checks import check_choice, check_distinct
 from uhop_jax._files import user_path
 
-# What documented errors are, beside too little memory.
+# Types of all documented errors, beside too little memory.
 WRONG = (ValueError, OSError, OverflowError, FloatingPointError)
 NO_MEMORY = "RESOURCE_EXHAUSTED"  # in errors of XLA
 
@@ -37,9 +37,9 @@ def retrieve() -> None:
 def _compile_quickly() -> None:
     """Settings for programs that take longer to compile than to run.
 
-    The older emitters of XLA for CPUs compile a fusion in half of the time, and what
-    they compile runs as fast here. XLA stops at a flag that it does not know, hence the
-    version. Factorisations are small: with threads, LAPACK mostly waits for its own.
+    The older emitters of XLA for CPUs compile a fusion in half of the time, and the
+    programs run as fast here. XLA stops at a flag that it does not know, hence the
+    version. Factorisations are small: several threads of LAPACK would mostly wait.
     """
     if jaxlib.__version__.startswith("0.10."):
         flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
@@ -57,7 +57,7 @@ def train() -> None:
 def configs() -> dict[str, Path]:
     """The config files that come with the package, by name.
 
-    They are at the top of a checkout, and inside the package where a wheel put them.
+    A wheel puts the files inside the package; a checkout has them at its top.
     """
     package = Path(__file__).parent
     places = (package / "configs", package.parent / "configs")
@@ -69,20 +69,20 @@ def config_module(name: str) -> ModuleType:
     """A config file that comes with the package, imported.
 
     Raises:
-      ValueError: if there is none of that name.
+      ValueError: if no config has the name.
     """
-    found = configs()
-    check_choice("config", name, found)
-    spec: Any = importlib.util.spec_from_file_location(f"{name}_config", found[name])
+    paths = configs()
+    check_choice("config", name, paths)
+    spec: Any = importlib.util.spec_from_file_location(f"{name}_config", paths[name])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def cost(name: str, variant: str) -> str:
-    """What a variant costs as it is shipped, in words of its config's table.
+    """The cost of a variant as shipped, in the words of the table of its config.
 
-    It is "" for a variant that the table does not have.
+    The cost is "" for a variant that the table does not have.
     """
     for line in (config_module(name).__doc__ or "").splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -98,14 +98,14 @@ def load_config(
 
     Args:
       name: of a file of `configs/`, such as `retrieval` or `vision`.
-      *variant: one of its variants; its default if there is none.
+      *variant: name of a variant of the config; the default without a name.
       changes: new values by key, such as `{"data.name": "digits"}`.
 
     Returns:
       The locked config.
 
     Raises:
-      ValueError: if there is no such file, variant or key.
+      ValueError: if the file, the variant or a key does not exist.
     """
     config = config_module(name).get_config(*variant).lock()
     try:
@@ -116,12 +116,12 @@ def load_config(
 
 
 def check_config(config: ConfigDict, *names: str) -> None:
-    """Compares a config with the shipped one of the same task: keys, types, lists.
+    """Compares a config with the shipped config of the task: keys, types, lists.
 
     Args:
-      config: from a file that anybody may have written.
-      *names: of the shipped configs that it may be like; `task` tells which, if there
-        are several.
+      config: may come from a user's file.
+      *names: of the shipped configs to compare with; of several names, the `task` of
+        the config selects one.
 
     Raises:
       ValueError: if a key is missing or unknown, a value or an element of a list is of
@@ -157,6 +157,7 @@ def check_config(config: ConfigDict, *names: str) -> None:
 
 
 def _check_value(key: str, value: Any, shipped: Any) -> None:
+    """Refuses a value of another type than the shipped value, and repeated items."""
     if not isinstance(shipped, (tuple, list)):
         if not _is_like(value, shipped):
             raise ValueError(
@@ -176,7 +177,7 @@ def _check_value(key: str, value: Any, shipped: Any) -> None:
 
 
 def _is_like(value: Any, shipped: Any) -> bool:
-    """Whether a value can stand where a config has another."""
+    """Whether a value may replace the shipped value."""
     if shipped is None:  # a placeholder, whose type the config itself keeps
         return True
     if isinstance(shipped, float):
@@ -185,33 +186,32 @@ def _is_like(value: Any, shipped: Any) -> bool:
 
 
 def _leaves(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Values of a config by their whole key."""
-    found: dict[str, Any] = {}
+    """Values of a config by their full key, such as `data.name`."""
+    leaves: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, ConfigDict):
-            found |= _leaves(value, f"{prefix}{key}.")
+            leaves |= _leaves(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            leaves[prefix + key] = value
+    return leaves
 
 
 def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
     """Parses `--config`, `--config.KEY=VALUE` and `--workdir`, then calls `run`.
 
-    Whatever is wrong in flags, config or input, a loss that diverges, too little memory
-    and a file that cannot be read or written end with exit status 2 and one sentence on
+    A fault of flags, config or input, a loss that diverges, too little memory, and a
+    file that cannot be read or written end with exit status 2 and one sentence on
     standard error; Ctrl-C ends with 130.
 
     Args:
       run: called with the locked config and the working directory.
-      config: name of the default config; `--config` takes `FILE.py:VARIANT`, and
-        `configs/NAME.py` is the one that comes with the package where there is no such
-        file.
+      config: name of the default config; `--config` takes `FILE.py:VARIANT`. If no
+        file `configs/NAME.py` exists, the name stands for the shipped config.
     """
     _configure_output()
     values = flags.FLAGS
     shipped = configs()
-    sys.argv = [_found(argument, shipped) for argument in sys.argv]
+    sys.argv = [_with_full_path(argument, shipped) for argument in sys.argv]
     for argument in sys.argv:
         match = re.fullmatch(r"--?config=(.+\.py)(:.*)?", argument)
         if match and not Path(match[1]).exists():
@@ -219,7 +219,7 @@ def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
             _refuse("", f"no such config file: {match[1]}; there are {names}")
     if {"--help", "-help", "--helpfull", "-h"} & set(sys.argv):
         sys.modules["__main__"].__doc__ = _help(shipped, config)
-    try:  # a misspelt key fails here, where the config's own flags are made
+    try:  # a misspelt key fails here, where the flags of the config are made
         config_flags.DEFINE_config_file(
             "config",
             str(shipped[config]),
@@ -265,7 +265,7 @@ def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
 
 
 def _help(shipped: Mapping[str, Path], config: str) -> str:
-    """What `--help` prints: the chosen config's own words, then its keys and values."""
+    """Text of `--help`: the docstring of the chosen config, then keys and values."""
     variant: tuple[str, ...] = ()
     for argument in sys.argv:
         match = re.fullmatch(r"--?config=(.+\.py)(?::(.*))?", argument)
@@ -288,7 +288,7 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
 
 
 def _configure_output() -> None:
-    """What a terminal cannot show is escaped, and a warning is one line."""
+    """Escapes letters that a terminal cannot show; makes a warning one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -297,13 +297,13 @@ def _configure_output() -> None:
 
 
 def _place(config: ConfigDict) -> Path:
-    """The directory of a task and variant, where none is given."""
+    """The default `--workdir` of a task and variant."""
     parts = config.get("task", "retrieval"), config.get("variant", "mine")
     return Path("results", *(re.sub(r"\W", "_", str(part)) for part in parts))
 
 
-def _found(argument: str, shipped: Mapping[str, Path]) -> str:
-    """The argument; a config at `~`, or shipped and not in `./configs`, in full."""
+def _with_full_path(argument: str, shipped: Mapping[str, Path]) -> str:
+    """The argument; the path of a config is completed if it is at `~`, or shipped."""
     argument = re.sub(
         "^(--?config=)(~[^:]*)", lambda m: f"{m[1]}{user_path(m[2])}", argument
     )
@@ -317,10 +317,10 @@ def _found(argument: str, shipped: Mapping[str, Path]) -> str:
 
 
 def start_distributed() -> None:
-    """Joins the processes of a run: `jax.distributed`, before any device is used.
+    """Joins the processes of a run by `jax.distributed`, before a device is used.
 
     Clusters that JAX knows (TPU pods, Slurm, Open MPI, Kubernetes) need nothing more.
-    Elsewhere each process says where it belongs, in three environment variables:
+    Elsewhere three environment variables place each process in the run:
     `JAX_COORDINATOR_ADDRESS=HOST:PORT` (of process 0), `JAX_NUM_PROCESSES` and
     `JAX_PROCESS_ID`. On CPUs, collectives go through Gloo.
 
@@ -348,11 +348,13 @@ def start_distributed() -> None:
 
 
 def _refuse(prefix: str, error: Exception | str) -> NoReturn:
+    """Ends the script with one sentence on standard error and exit status 2."""
     print(f"{Path(sys.argv[0]).name}: {prefix}{_sentence(error)}", file=sys.stderr)
     sys.exit(2)
 
 
 def _sentence(error: Exception | str) -> str:
+    """The message of an error, on one line."""
     message = str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""

@@ -32,8 +32,8 @@ class Series(NamedTuple):
     """A curve with its spread.
 
     Attributes:
-      x: places.
-      mean: values.
+      x: values on the horizontal axis.
+      mean: values on the vertical axis.
       spread: half-lengths of the error bars.
     """
 
@@ -51,10 +51,11 @@ class Panel(NamedTuple):
       xlabel: quantity and unit.
       ylabel: quantity and unit.
       xscale: `linear`, `log` or `symlog`.
-      yscale: likewise, or `auto` for what is never negative: from zero on, linear where
-        the values are of one order, else logarithmic but for a grey zone next to zero.
-      points: draw points without lines.
-      styles: of curves, by name; others are numbered in the order of the figure.
+      yscale: `linear`, `log`, `symlog`, or `auto` for values that are never negative.
+        An `auto` axis begins at zero: it is linear if all values are of one order of
+        magnitude, else logarithmic with a grey zone next to zero.
+      points: whether points are drawn without lines.
+      styles: of curves, by name; curves without one are numbered in order.
     """
 
     title: str
@@ -68,13 +69,13 @@ class Panel(NamedTuple):
 
 
 class Landscape(NamedTuple):
-    """Energy over a plane, and where states move in it.
+    """Energy over a plane, with memories and paths of states.
 
     Attributes:
       title: above the axes.
-      x: places of the columns of `energy`.
-      y: places of its rows.
-      energy: at those places.
+      x: coordinates of the columns of `energy`.
+      y: coordinates of the rows of `energy`.
+      energy: at the points of the grid.
       memories: stored patterns, drawn as crosses.
       paths: states of each retrieval, drawn as lines that end in a circle.
     """
@@ -92,7 +93,7 @@ def panels(
 ) -> None:
     """Saves panels side by side; equal labels share their range.
 
-    The names of curves stand below the axes, once if all panels have the same.
+    The names of curves stand below the axes, once if all panels have the same names.
 
     Args:
       path: file to write; its ending gives the format.
@@ -156,7 +157,7 @@ def panels(
             ncols=2 * columns,
             loc="outside lower center",
         )
-    # Last, when all data is there: a limit set earlier would hold for later panels.
+    # After all data is drawn: a limit set earlier would hold for later panels.
     for axis, part in zip(axes, parts, strict=False):
         if part.yscale == "auto":
             sharing = parts if share else [part]
@@ -186,7 +187,7 @@ def forecasts(
 
     Args:
       path: file to write; its ending gives the format.
-      truth: what came before a forecast, and what it is compared with.
+      truth: true values of the steps before and during each forecast.
       ahead: the forecasts, of the last steps of `truth`.
       names: of the series, with their units.
       titles: of the windows.
@@ -274,14 +275,14 @@ def image_grid(
 
 
 def _shortened(words: str) -> str:
-    """At most as much as fits under an image, whose end tells names of files apart."""
+    """Words cut to fit under an image; the end is kept, where file names differ."""
     if len(words) <= CAPTION:
         return words
     return f"{words[: CAPTION - 10]}…{words[-9:]}"
 
 
 def landscapes(path: Path, parts: Sequence[Landscape], *, title: str = "") -> None:
-    """Saves energy landscapes side by side: darker is lower, on a scale of each.
+    """Saves energy landscapes side by side: darker is lower, each on its own scale.
 
     Args:
       path: file to write; its ending gives the format.

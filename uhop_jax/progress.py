@@ -1,21 +1,21 @@
-"""How far long work is, and how long it will still take."""
+"""Progress of long work, with an estimate of the time left."""
 
 import sys
 import time
 
 from tqdm import tqdm
 
-FIRST, LONGEST = 5.0, 300.0  # seconds before a line; each wait is twice the one before
+FIRST, LONGEST = 5.0, 300.0  # seconds before a line; each wait is twice the last
 
 
 class Progress:
-    """A bar on a terminal; elsewhere, as in a log, a line now and then.
+    """A bar on a terminal; elsewhere, as in a log, lines at growing intervals.
 
     Args:
       title: of the work.
       total: units of work in all.
-      unit: the name of many of them.
-      done: units that were done before.
+      unit: name of the units, in the plural.
+      done: units done in earlier runs.
       show: whether anything is shown.
     """
 
@@ -37,7 +37,7 @@ class Progress:
         self._next = self._began + FIRST
 
     def advance(self, units: int) -> None:
-        """Notes that so many units more are done."""
+        """Counts further units as done."""
         self.done += units
         self._bar.update(units)
         now = time.monotonic()
@@ -47,7 +47,7 @@ class Progress:
             print(self.line(now - self._began), file=sys.stderr, flush=True)
 
     def line(self, spent: float) -> str:
-        """What is said after so many seconds."""
+        """The line to print after `spent` seconds."""
         text = f"{self.title}: {self.done:,} of {self.total:,} {self.unit}"
         if (fresh := self.done - self._before) > 0:
             left = spent / fresh * (self.total - self.done)
@@ -55,7 +55,7 @@ class Progress:
         return f"{text}, {_time(spent)}"
 
     def note(self, text: str) -> None:
-        """Says behind the bar what is being done."""
+        """Shows a text behind the bar."""
         self._bar.set_postfix_str(text)
 
     def close(self) -> None:
@@ -64,6 +64,7 @@ class Progress:
 
 
 def _time(seconds: float) -> str:
+    """A duration in the largest unit that fits."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:

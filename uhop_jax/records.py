@@ -1,4 +1,4 @@
-"""Results as tidy tables: as csv, as differences and curves, as text to read."""
+"""Tables of results: csv files, paired differences, curves and text."""
 
 import csv
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 from uhop_jax.plotting import Series
 from uhop_jax.storage import write_whole
 
-CELL = ("memories", "corruption", "level")  # columns that tell cells apart
+CELL = ("memories", "corruption", "level")  # columns that identify a cell
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -25,7 +25,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Records that share their keys as a csv with a header, in UTF-8.
 
-    What has no UTF-8, as some names of files, is escaped.
+    Characters without UTF-8, as in some names of files, are escaped.
     """
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
@@ -40,35 +40,35 @@ def csv_lines(text: bytes) -> list[list[str]]:
 
 
 def differences(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[dict]:
-    """Paired differences of the error from that of one method, cell by cell.
+    """Paired differences of the error between each method and a baseline, by cell.
 
     Args:
       rows: records with `memories`, `corruption`, `level`, `method`, `setting`, `run`
         and `error`; methods saw the same memories and queries in a run.
-      baseline: the method that the others are compared with.
+      baseline: the method that all are compared with.
 
     Returns:
       Records with the mean difference, and the half-width of its 95 % confidence
       interval by Student's t ("" for a single run).
     """
-    found = []
+    table = []
     for cell, members in grouped(labelled(rows), CELL).items():
         base = {r["run"]: r["error"] for r in members if r["method"] == baseline}
-        for (label,), ours in grouped(members, ("label",)).items():
-            pairs = [r["error"] - base[r["run"]] for r in ours if r["run"] in base]
+        for (label,), group in grouped(members, ("label",)).items():
+            pairs = [r["error"] - base[r["run"]] for r in group if r["run"] in base]
             if pairs:
                 row = dict(zip(CELL, cell, strict=True))
                 row |= {"method": label, "baseline": baseline, "runs": len(pairs)}
                 row["difference"] = float(np.mean(pairs))
                 row["ci95"] = half_width(pairs) if len(pairs) > 1 else ""
-                found.append(row)
-    return found
+                table.append(row)
+    return table
 
 
 def labelled(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
     """Records with a `label`: the method, with its setting if it has several."""
     groups = grouped(rows, ("method", *CELL, "run"))
-    several = {key[0] for key, ours in groups.items() if len(ours) > 1}
+    several = {key[0] for key, group in groups.items() if len(group) > 1}
     return [
         dict(row, label=f"{row['method']}, {row['setting']}")
         if row["method"] in several
@@ -98,33 +98,33 @@ def grouped(
 def curves(
     rows: Sequence[Mapping[str, Any]], x: str, y: str, by: str, interval: bool = False
 ) -> dict[str, Series]:
-    """Mean and standard deviation of `y` against `x`, one curve for each `by`.
+    """Mean and standard deviation of `y` against `x`, one curve for each value of `by`.
 
     With `interval`, half of the 95 % interval of the mean in place of the deviation.
     """
     spread = half_width if interval else functools.partial(np.std, ddof=1)
-    found: dict[str, Series] = {}
+    series: dict[str, Series] = {}
     for name in dict.fromkeys(row[by] for row in rows):
-        ours = [row for row in rows if row[by] == name and row[y] != ""]
-        places = sorted({row[x] for row in ours})
-        samples = [[row[y] for row in ours if row[x] == place] for place in places]
+        chosen = [row for row in rows if row[by] == name and row[y] != ""]
+        places = sorted({row[x] for row in chosen})
+        samples = [[row[y] for row in chosen if row[x] == place] for place in places]
         if places:
-            found[name] = Series(
+            series[name] = Series(
                 places,
                 [float(np.mean(s)) for s in samples],
                 [float(spread(s)) if len(s) > 1 else 0.0 for s in samples],
             )
-    return found
+    return series
 
 
 def of_least(rows: Sequence[Mapping[str, Any]], by: str, value: str) -> list:
-    """The records of the group, by a column, whose mean `value` is least."""
+    """The records of the group whose mean `value` is least; `by` gives the groups."""
     groups = grouped(rows, (by,)).values()
-    return min(groups, key=lambda ours: ranked(np.mean([row[value] for row in ours])))
+    return min(groups, key=lambda group: ranked(np.mean([row[value] for row in group])))
 
 
 def ranked(error: float | np.floating) -> float:
-    """An error as it is compared with others: no error is larger than NaN."""
+    """The key that an error is sorted by: NaN is the largest error."""
     return math.inf if np.isnan(error) else float(error)
 
 
@@ -132,9 +132,9 @@ def pivot(rows: Sequence[Mapping[str, Any]], value: str) -> str:
     """Text table of `value`, mean ± standard deviation: methods by cells."""
     cells = list(grouped(rows, CELL))
     lines = [["method", *(f"M={m} {kind} {level:g}" for m, kind, level in cells)]]
-    for (label,), ours in grouped(labelled(rows), ("label",)).items():
-        found = grouped(ours, CELL)
-        samples = [[row[value] for row in found.get(cell, [])] for cell in cells]
+    for (label,), group in grouped(labelled(rows), ("label",)).items():
+        by_cell = grouped(group, CELL)
+        samples = [[row[value] for row in by_cell.get(cell, [])] for cell in cells]
         lines.append([label, *(mean_and_spread(sample) for sample in samples)])
     return aligned(lines)
 
@@ -148,7 +148,7 @@ def mean_and_spread(sample: Sequence[float]) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as text: the first column to the left, the others to the right."""
+    """Lines of cells as text: the first column left-aligned, further ones right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for line in lines:

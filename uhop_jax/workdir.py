@@ -1,8 +1,8 @@
-"""The directory of a run: claimed by one config, locked, its tables proven whole.
+"""The directory of a run: claimed by one config, locked, its tables checked by hash.
 
 `config.json` holds the config of a run. `run.json` holds what the run has read (shape
 and SHA-256 of the data), and the names of the files that it has written, with the
-SHA-256 of each table. What is not recorded there is not of this run, and is left alone.
+SHA-256 of each table. A file without a record is not of this run, and is left alone.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ AGAIN = "restore it, or choose another --workdir"
 
 
 def fingerprint(*parts: np.ndarray | Sequence[str]) -> dict[str, Any]:
-    """Shape of the first array, and SHA-256 of all arrays and names, as for JSON."""
+    """Shape of the first array, and SHA-256 of all arrays and names, for JSON."""
     digest, shape = hashlib.sha256(), None
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -44,12 +44,12 @@ def fingerprint(*parts: np.ndarray | Sequence[str]) -> dict[str, Any]:
 
 
 def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
-    """Whether a directory is free for a run, or holds that run.
+    """Refuses a directory that is not free for a run, unless it holds this run.
 
     A directory in which nothing was finished is free.
 
     Args:
-      workdir: the directory, which may not be there yet.
+      workdir: the directory, which may not exist yet.
       config: of the run.
       read: what the run reads, by name, as `fingerprint` gives it.
 
@@ -67,7 +67,7 @@ def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
                 "--workdir that is empty or new"
             )
         return
-    found = _json(workdir / CONFIG)
+    saved = _json(workdir / CONFIG)
     if RECORD not in held:
         raise ValueError(
             f"workdir {workdir} holds a run of an earlier version, which kept no "
@@ -76,19 +76,19 @@ def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
     record = _record(workdir)
     if not set(held) - {CONFIG, RECORD}:
         return
-    there, here = _flat(found), _flat(_plain(config))
-    for key in sorted(there.keys() | here.keys()):
-        one, other = there.get(key, "missing"), here.get(key, "missing")
-        if one != other:
+    stored, given = _flat(saved), _flat(_plain(config))
+    for key in sorted(stored.keys() | given.keys()):
+        old, new = stored.get(key, "missing"), given.get(key, "missing")
+        if old != new:
             raise ValueError(
-                f"workdir {workdir} holds a run with config.{key}={one}, this one has "
-                f"{other}; give the flags of that run, or choose another --workdir"
+                f"workdir {workdir} holds a run with config.{key}={old}, this one has "
+                f"{new}; give the flags of that run, or choose another --workdir"
             )
     for name, now in json.loads(json.dumps(read)).items():
         if (before := record["read"].get(name)) != now:
             raise ValueError(
                 f"workdir {workdir} holds a run on another {name}: it had "
-                f"{_said(before)}, now it has {_said(now)}; {AGAIN}"
+                f"{_in_words(before)}, now it has {_in_words(now)}; {AGAIN}"
             )
 
 
@@ -96,18 +96,18 @@ def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
 def claimed(
     workdir: Path, config: ConfigDict, read: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Holds the directory of a run, which no other run can enter meanwhile.
+    """Holds the directory of a run, so that no other run can use it meanwhile.
 
     Args:
-      workdir: the directory; it is made if it is not there.
+      workdir: the directory; it is made if it does not exist.
       config: of the run, written to `config.json`.
       read: what the run reads, by name, as `fingerprint` gives it.
 
     Raises:
-      ValueError: as of `check`, or if another run is at work there.
+      ValueError: see `check`; or if another run uses the directory.
     """
     check(workdir, config, read)
-    if jax.process_count() > 1:  # all look before the first one writes
+    if jax.process_count() > 1:  # all check before the first writes
         multihost_utils.sync_global_devices(f"claim {workdir}")
     if jax.process_index() != 0:
         yield
@@ -130,17 +130,17 @@ def write_file(path: Path, write: Callable[[Path], Any]) -> None:
       write: writes the file to the path that it is given.
 
     Raises:
-      ValueError: if there is such a file, and the run has not written it.
+      ValueError: if the file exists, and the run has not written it.
     """
     _note(path, {})
     write_whole(path, write)
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes records that share their keys as a csv that `read_table` believes.
+    """Writes records that share their keys as a csv that `read_table` accepts.
 
     Raises:
-      ValueError: if there is such a file, and the run has not written it.
+      ValueError: if the file exists, and the run has not written it.
     """
     text = records.csv_text(rows)
     _note(path, {"rows": len(rows), "sha256": hashlib.sha256(text).hexdigest()})
@@ -148,7 +148,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_table(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[dict]:
-    """Records that `write_table` wrote, or none if there is no such file.
+    """Records that `write_table` wrote, or none if the file does not exist.
 
     Args:
       path: the file.
@@ -182,9 +182,10 @@ def read_table(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[
 
 
 def _note(path: Path, about: dict[str, Any]) -> None:
-    """Records a file before it is written; a run killed in between has the one before.
+    """Records a file before it is written.
 
-    That one is known by its SHA-256 under `before`.
+    A run that is killed in between still has the earlier file, whose SHA-256 is
+    recorded under `before`.
     """
     record = _record(path.parent)
     known = record["written"].get(path.name)
@@ -202,6 +203,7 @@ def _note(path: Path, about: dict[str, Any]) -> None:
 
 
 def _record(workdir: Path) -> dict[str, dict[str, Any]]:
+    """The record of a run, empty if the file does not exist."""
     path = workdir / RECORD
     record = _json(path) if path.exists() else {"read": {}, "written": {}}
     for key in ("read", "written"):
@@ -216,9 +218,9 @@ def _record(workdir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _held(workdir: Path) -> Iterator[str]:
-    """Names of files and of directories with files; hidden ones aside.
+    """Names of files, and of directories with files; hidden names are left out.
 
-    What a run writes before it has finished anything does not count within directories.
+    Within directories, files that a run writes before its first result do not count.
     """
     for path in workdir.iterdir():
         if path.name.startswith("."):
@@ -250,16 +252,17 @@ def _hold(workdir: Path, lock: Any) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        tree = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is damaged, it is no JSON; {AGAIN}") from None
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise ValueError(
-            f"{path} is damaged: it must hold an object, got {type(found).__name__}; "
+            f"{path} is damaged: it must hold an object, got {type(tree).__name__}; "
             f"{AGAIN}"
         )
-    return found
+    return tree
 
 
 def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
@@ -268,16 +271,19 @@ def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _plain(config: ConfigDict) -> dict[str, Any]:
+    """A config as JSON gives it back."""
     return json.loads(config.to_json_best_effort())
 
 
-def _said(entry: Any) -> str:
+def _in_words(entry: Any) -> str:
+    """An entry of `read` in words."""
     if isinstance(entry, dict) and entry.keys() == {"shape", "sha256"}:
         return f"shape {tuple(entry['shape'])} and SHA-256 {entry['sha256'][:12]}..."
     return str(entry)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of a tree by their full key, such as `data.name`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Dates of series: read from text in any common style, and laid on a calendar."""
+"""Dates of series: read from text of any common form, and counted on a calendar."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ SECOND = np.timedelta64(1, "s")
 DAY = np.timedelta64(86_400, "s")
 MONTH = DAY * 30.436875
 
-# Dates that are not ISO 8601. Numbers alone: every reading is tried on all rows.
+# Forms of dates beside ISO 8601. Each form that fits one row is tried on all rows.
 DATES = (
     *("%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y", "%d.%m.%Y", "%Y.%m.%d"),
     *("%m/%d/%y", "%d/%m/%y", "%d.%m.%y", "%Y-%m-%d", "%Y/%m/%d"),
@@ -28,16 +28,16 @@ TIME = re.compile(
 
 # An offset from UTC, behind a time of day.
 ZONE = re.compile(r":\d\d\S*(?:\s*[AP]M)?\s*(Z|[+-]\d\d(?::?\d\d)?)$", re.IGNORECASE)
-YEARS = 1800, 2100  # what whole numbers of four digits, in order, are taken for
+YEARS = 1800, 2100  # range in which sorted whole numbers of four digits are years
 
 
 class Dates(NamedTuple):
     """A column of dates.
 
     Attributes:
-      utc: datetime64[s]; the dates as they stand where they have no offset.
-      offsets: of local time from UTC, timedelta64[s]; zero where they have none.
-      zones: the offsets as they stand in the file, or "".
+      utc: datetime64[s]; dates without an offset are left as the file has them.
+      offsets: of local time from UTC, timedelta64[s]; zero for dates without.
+      zones: the offsets as the file writes them, or "".
     """
 
     utc: np.ndarray
@@ -46,11 +46,11 @@ class Dates(NamedTuple):
 
     @property
     def local(self) -> np.ndarray:
-        """The dates as they stand, without their offsets."""
+        """The dates as the file has them, without their offsets."""
         return self.utc + self.offsets
 
     def rows(self, index: Any) -> "Dates":
-        """Some of them."""
+        """The dates of some rows."""
         return Dates(*(part[index] for part in self))
 
 
@@ -67,8 +67,8 @@ def parsed_dates(
     column = pd.Series(cells, dtype=str)
 
     def parsed(form: str, column: pd.Series = column) -> np.ndarray:
-        found = pd.to_datetime(column, format=form, utc=True, errors="coerce")
-        return found.dt.tz_localize(None).to_numpy()
+        times = pd.to_datetime(column, format=form, utc=True, errors="coerce")
+        return times.dt.tz_localize(None).to_numpy()
 
     def fail(row: int, why: str) -> None:
         raise ValueError(
@@ -96,8 +96,8 @@ def parsed_dates(
                 why = "is no date; date_format='%d/%m/%Y %H:%M' tells the form of dates"
                 fail(int(np.isnat(best).argmax()), why)
             dates = _one_reading(path, name, whole)
-    found = [ZONE.search(cell) for cell in cells]
-    zones = np.asarray([match[1] if match else "" for match in found])
+    matches = [ZONE.search(cell) for cell in cells]
+    zones = np.asarray([match[1] if match else "" for match in matches])
     zoned = zones != ""
     if zoned.any() and not zoned.all():
         row = int((zoned != zoned[0]).argmax())
@@ -111,7 +111,7 @@ def parsed_dates(
 
 
 def _refuse_counters(path: Path, name: str, column: Any) -> None:
-    """Refuses numbers, but for 20200131 and for years that are in order."""
+    """Refuses numbers, except for dates such as 20200131 and sorted years."""
     if not column.str.fullmatch(r"[+-]?\d*[.,]?\d+").all():
         return
     if column.str.fullmatch(r"\d{8}").all():
@@ -131,7 +131,7 @@ def _refuse_counters(path: Path, name: str, column: Any) -> None:
 
 @functools.cache
 def _offset(zone: str) -> timedelta:
-    """An offset from UTC; none is zero."""
+    """The offset from UTC that a zone writes; "" is zero."""
     zone = zone.upper() + "00" * (len(zone) == 3) or "Z"  # +02 is +0200
     offset = datetime.strptime(zone, "%z").utcoffset()
     assert offset is not None
@@ -153,7 +153,7 @@ def _time(cell: str) -> str:
 
 
 def _one_reading(path: Path, name: str, readings: dict[str, np.ndarray]) -> np.ndarray:
-    """Of the readings that fit every row, the one, or the only one without gaps."""
+    """The only reading that fits every row, or the only such reading without gaps."""
     distinct = {dates.tobytes(): form for form, dates in readings.items()}
     if len(distinct) > 1:
         even = [form for form in distinct.values() if is_even(readings[form])]
@@ -187,7 +187,7 @@ def stamps(
 
 
 def _counted(dates: np.ndarray, step: Any, calendar: str) -> Int[np.ndarray, " n"]:
-    """Places of dates, counted from the first; meaningless off the grid."""
+    """Places of dates, counted from the first; meaningless for dates off the grid."""
     if calendar == "weekdays":
         days = dates.astype("datetime64[D]")
         return np.busday_count(days[0], days)
@@ -224,15 +224,16 @@ def _fitting(dates: np.ndarray) -> tuple[np.timedelta64, dict[str, np.ndarray]]:
 
 def is_even(dates: np.ndarray) -> bool:
     """Whether dates follow each other by one step."""
-    _, found = _fitting(dates)
-    return any((np.diff(places) == 1).all() for places in found.values())
+    _, fitting = _fitting(dates)
+    return any((np.diff(places) == 1).all() for places in fitting.values())
 
 
 def clock_of(dates: Dates) -> np.ndarray:
-    """Local time of rows in order, by the clock in which they follow one another.
+    """Local time of sorted rows, by the clock that makes their steps even.
 
-    This is a clock that is never changed, with the offset of the last row, if steps are
-    even by it, as hours are; else the clock of the file, by which days are even.
+    Steps of hours are even by a clock that is never changed, with the offset of the
+    last row throughout. Where steps are not even by it, as steps of days, the clock
+    of the file is taken.
     """
     steady = dates.utc + dates.offsets[-1]
     if _fitting(steady)[1] or (np.diff(dates.local) <= 0 * SECOND).any():
@@ -243,9 +244,13 @@ def clock_of(dates: Dates) -> np.ndarray:
 def steps_of(
     path: Path, lines: np.ndarray, dates: np.ndarray
 ) -> tuple[np.timedelta64, str, Int[np.ndarray, " n"]]:
-    """Step and calendar with the fewest gaps, and the places of the dates in it."""
-    step, found = _fitting(dates)
-    if not found:
+    """Step and calendar with the fewest gaps, and the places of the dates.
+
+    Raises:
+      ValueError: if a date lies off the grid of every calendar.
+    """
+    step, fitting = _fitting(dates)
+    if not fitting:
         off, calendar = min(
             (
                 (stamps(dates[0], places, step, calendar) != dates, calendar)
@@ -260,8 +265,8 @@ def steps_of(
             f"grid of {steps} from {date_text(dates[0])}; put the rows on an even grid "
             "first"
         )
-    calendar = min(found, key=lambda x: found[x][-1])
-    return step, calendar, found[calendar]
+    calendar = min(fitting, key=lambda x: fitting[x][-1])
+    return step, calendar, fitting[calendar]
 
 
 def steps_text(step: np.timedelta64, calendar: str) -> str:

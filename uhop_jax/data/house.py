@@ -1,4 +1,4 @@
-"""A heated house under a chaotic sky: series with physics, made up without a download.
+"""A heated house under a chaotic sky: simulated series, without a download.
 
 The sky is Lorenz's smallest general circulation model; the house is four heat balances.
 """
@@ -20,7 +20,7 @@ NAMES = (
 )
 LATITUDE = math.radians(48.0)
 FIRST_DAY = 305  # of the year
-SPIN_UP = 480.0  # hours that are left out
+SPIN_UP = 480.0  # hours simulated before the first row
 
 
 def simulated_house() -> tuple[Float[np.ndarray, "n 7"], tuple[str, ...]]:
@@ -39,10 +39,10 @@ def simulated_house() -> tuple[Float[np.ndarray, "n 7"], tuple[str, ...]]:
 
     start = [1.0, 1.0, 0.0, 5.0, 8.0, 22.0, 20.0]
     hours = SPIN_UP + np.arange(HOURS)
-    found = solve_ivp(
+    solution = solve_ivp(
         _change, (0.0, hours[-1]), start, t_eval=hours, rtol=1e-5, atol=1e-6
     )
-    west, cloud_wave, _, outside, wall, floor, room = found.y
+    west, cloud_wave, _, outside, wall, floor, room = solution.y
     columns = (
         [_wind(x) for x in west],
         [_sun(t, y) for t, y in zip(hours, cloud_wave, strict=True)],
@@ -56,7 +56,7 @@ def simulated_house() -> tuple[Float[np.ndarray, "n 7"], tuple[str, ...]]:
 
 
 def _change(hour: float, state: np.ndarray) -> list[float]:
-    """Change of everything in an hour."""
+    """Change of the state in an hour: x, y, z of the sky, and four temperatures."""
     x, y, z, outside, wall, floor, room = state.tolist()
     wind, sun = _wind(x), _sun(hour, y)
     loss = 0.10 + 0.02 * wind  # kW per K, of all walls
@@ -74,6 +74,7 @@ def _change(hour: float, state: np.ndarray) -> list[float]:
 
 
 def _wind(west: float) -> float:
+    """Speed of the wind, m/s."""
     return 2.0 + 3.0 * math.log1p(math.exp(2.0 * west - 1.0)) / 2.0
 
 
@@ -89,6 +90,6 @@ def _sun(hour: float, cloud_wave: float) -> float:
 
 
 def _heating(hour: float, room: float) -> float:
-    """Power, kW, never more than 9."""
+    """Power of the heating, kW, never more than 9."""
     target = 19.0 + 1.5 / (1 + math.exp(4 * math.cos(2 * math.pi * (hour - 2) / 24)))
     return 4.5 + 4.5 * math.tanh((target - room) / 0.8)

@@ -1,7 +1,7 @@
 """Image sets as NumPy arrays.
 
-They come prepared by TFDS (array_record). Reading them needs no TensorFlow;
-preparing them, once, does: the extra `data`.
+TFDS prepares the sets (array_record). Reading a prepared set needs no TensorFlow;
+preparing it, once, does: the extra `data`.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ class Images(NamedTuple):
     """A set of images.
 
     Attributes:
-      raw: `(n, height, width, channels)`, uint8, as they are stored.
+      raw: `(n, height, width, channels)`, uint8, as stored.
       labels: `(n,)`, int32.
       top: the value of white; 255, but 16 for `digits`.
       classes: names of the labels; their numbers where the set has no names.
@@ -69,7 +69,7 @@ def images(
     directory: str | Path | None = None,
     limit: int | None = None,
 ) -> Images:
-    """Loads a set of images, and downloads it first if it is not there.
+    """Loads a set of images, and downloads it first if it is missing.
 
     Args:
       name: `digits`, 1,797 handwritten digits of 8 x 8 pixels that come with
@@ -77,15 +77,14 @@ def images(
         `mnist`, `cifar10` or `cifar100`, by TFDS; or `tiny_imagenet`.
       split: `train` or `test`; of Tiny ImageNet, whose test labels are not published,
         `test` is the validation split.
-      directory: where prepared sets lie; None is TFDS's own place.
-      limit: only the first so many images.
+      directory: of prepared sets; None is the default of TFDS.
+      limit: number of images to load, the first ones; None is all.
 
     Returns:
-      Images of the split, in its own order.
+      Images of the split, in the order of the set.
 
     Raises:
-      ValueError: if the name is unknown, or the set is not there and cannot be
-        downloaded.
+      ValueError: if the name is unknown, or a missing set cannot be downloaded.
     """
     check_choice("data set", name, IMAGES)
     check_choice("split", split, SPLITS)
@@ -109,13 +108,13 @@ def prepare(
     source: str | Path | None = None,
     limit: int | None = None,
 ) -> None:
-    """Prepares `mnist`, `cifar10` or `cifar100` with TFDS's own builder.
+    """Prepares `mnist`, `cifar10` or `cifar100` with the builder of TFDS.
 
     Args:
       name: the set.
-      directory: where the prepared set goes.
+      directory: of prepared sets.
       source: folder that holds the original archives; None downloads them.
-      limit: only the first so many examples of each split, for tests.
+      limit: number of examples of each split, for tests; None is all.
 
     Raises:
       ValueError: if a package is missing, or the host cannot be reached.
@@ -149,13 +148,13 @@ def prepare(
 
 
 def cause(error: Exception) -> str:
-    """Type and first line of what a download raised, which only it can tell."""
+    """Type and first line of an error that a download raised."""
     first, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first}"
 
 
 def check_reachable(name: str, host: str, directory: str | Path) -> None:
-    """Fails within seconds where a set cannot be downloaded."""
+    """Raises `ValueError` within seconds if a set cannot be downloaded."""
     if urllib.request.getproxies():  # then only the proxy knows
         return
     try:
@@ -168,6 +167,7 @@ def check_reachable(name: str, host: str, directory: str | Path) -> None:
 
 
 def _place(directory: str | Path | None) -> Path:
+    """The directory given, or the default of TFDS."""
     default = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
     return user_path(default if directory is None else directory)
 
@@ -183,6 +183,7 @@ def _import_tfds() -> Any:
 
 
 def _tfds_images(name: str, split: str, directory: Path, limit: int | None) -> Images:
+    """A set that TFDS prepares, which happens here if it is missing."""
     from PIL import Image
 
     prepared = directory / name / VERSIONS[name]
@@ -191,11 +192,11 @@ def _tfds_images(name: str, split: str, directory: Path, limit: int | None) -> I
     about = prepared / "dataset_info.json"
     with reading(about, "description by TFDS"):
         info = json.loads(about.read_text("utf-8"))
-        found = {s["name"]: sum(map(int, s["shardLengths"])) for s in info["splits"]}
-    if found.get(split, 0) == 0:
+        sizes = {s["name"]: sum(map(int, s["shardLengths"])) for s in info["splits"]}
+    if sizes.get(split, 0) == 0:
         raise ValueError(
             f"data.split {split!r} of {name} is not in data.dir {directory}; it holds "
-            f"{', '.join(s for s in found if found[s])}"
+            f"{', '.join(s for s in sizes if sizes[s])}"
         )
     tfds = _import_tfds()
     skip = {"image": tfds.decode.SkipDecoding()}  # Pillow needs half of TFDS's time
@@ -264,13 +265,13 @@ def _tiny_imagenet_files(root: Path, split: str) -> list[tuple[Path, int]]:
     classes = (root / "wnids.txt").read_text("utf-8").split()
     number = {wnid: index for index, wnid in enumerate(classes)}
     if split == "train":
-        found = []
+        labelled = []
         for wnid in classes:
             files = sorted((root / "train" / wnid / "images").glob("*.JPEG"))
             if not files:
                 raise ValueError(f"{wnid} is empty")
-            found += [(file, number[wnid]) for file in files]
-        return found
+            labelled += [(file, number[wnid]) for file in files]
+        return labelled
     notes = (root / "val" / "val_annotations.txt").read_text("utf-8")
     pairs = [line.split("\t")[:2] for line in notes.splitlines()]
     return [(root / "val" / "images" / f, number[wnid]) for f, wnid in pairs]

@@ -24,41 +24,43 @@ def labelled_images(
     """Loads images with labels.
 
     Args:
-      source: a name in `IMAGES` (of `digits`, every fifth image is of the test split);
+      source: a name in `IMAGES` (every fifth image of `digits` is of the test split);
         or a folder with `train/CLASS/*.png` and `test/CLASS/*.png`, all of one size.
       split: `train` or `test`.
       directory: of prepared sets.
 
     Raises:
-      ValueError: if there is no such set, or a folder is not as described: a class
+      ValueError: if the source is unknown, or a folder is not as described: a class
         without pictures, mixed sizes, a damaged file.
     """
     check_choice("split", split, SPLITS)
     if source == "digits":
-        found = images(source)
-        test = np.arange(len(found.raw)) % 5 == 0
-        return _rows(found, test if split == "test" else ~test)
+        digits = images(source)
+        test = np.arange(len(digits.raw)) % 5 == 0
+        return _rows(digits, test if split == "test" else ~test)
     if source in IMAGES:
         return images(source, split=split, directory=directory)
     return _class_folders(user_path(source), split)
 
 
-def subset(found: Images, number: int) -> Images:
-    """So many images, spread evenly over the set, in its own order.
+def subset(source: Images, number: int) -> Images:
+    """A number of images, spread evenly over the set, in the order of the set.
 
     Raises:
-      ValueError: if there are fewer, or the number is below 1.
+      ValueError: if the number is below 1, or above the number of images.
     """
-    check_count("number of images", number, 1, len(found.raw))
-    rows = np.linspace(0, len(found.raw), number, endpoint=False).astype(int)
-    return _rows(found, rows)
+    check_count("number of images", number, 1, len(source.raw))
+    rows = np.linspace(0, len(source.raw), number, endpoint=False).astype(int)
+    return _rows(source, rows)
 
 
-def _rows(found: Images, rows: np.ndarray) -> Images:
-    return found._replace(raw=found.raw[rows], labels=found.labels[rows])
+def _rows(source: Images, rows: np.ndarray) -> Images:
+    """Some rows of a set."""
+    return source._replace(raw=source.raw[rows], labels=source.labels[rows])
 
 
 def _class_folders(root: Path, split: str) -> Images:
+    """The images of a folder with `train/CLASS/` and `test/CLASS/`."""
     if not root.is_dir():
         raise ValueError(
             f"unknown data {str(root)!r}; choose one of {', '.join(IMAGES)}, or give "
@@ -88,11 +90,11 @@ def _class_folders(root: Path, split: str) -> Images:
     folders = [root / split / name for name in classes]
     if loose := [x.name for x in entries_of(root / split) if not x.is_dir()]:
         warn_not_read(f"{root / split}: pictures of the folders there", loose)
-    for label, ours in enumerate(picture_files(folders)):
-        if not ours:
+    for label, pictures in enumerate(picture_files(folders)):
+        if not pictures:
             raise ValueError(f"class {classes[label]} is empty: {folders[label]}")
-        files += ours
-        labels += [label] * len(ours)
+        files += pictures
+        labels += [label] * len(pictures)
     return Images(
         read_pictures(files),
         np.asarray(labels, np.int32),

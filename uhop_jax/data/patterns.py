@@ -1,4 +1,4 @@
-"""Patterns to store and queries to retrieve: by name, made up, or the user's own."""
+"""Patterns to store and queries to retrieve: known, synthetic, or the user's own."""
 
 import functools
 import os
@@ -21,10 +21,10 @@ from uhop_jax._files import (
 from uhop_jax.data.images import IMAGES, images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 
-CHANNELS = (1, 3, 4)  # of what can be drawn
-# Ratios of typical values beyond which two sets are of different scales: where the
-# larger is never negative, as pictures are in 0 to 16 or 255, and where it is, since
-# noise may be some times as large as a pattern.
+CHANNELS = (1, 3, 4)  # of images
+# Ratios of typical values beyond which two sets have different scales, by whether the
+# set of larger values is never negative. Pictures never are: one scale ends at 1, the
+# next at 16 or 255. Negative values may be noise, many times as large as a pattern.
 SCALES = {True: 12, False: 1000}
 SYNTHETIC = ("sphere", "gaussian", "correlated")
 
@@ -44,7 +44,7 @@ class Patterns(NamedTuple):
 
     @property
     def in_unit_range(self) -> bool:
-        """Whether all values are in `[0, 1]`, as those of images are."""
+        """Whether all values are in `[0, 1]`, as in images."""
         return bool(self.values.min() >= 0 and self.values.max() <= 1)
 
 
@@ -63,7 +63,7 @@ def load(
         path, see `read_patterns`.
       split: of an image set.
       directory: of prepared image sets.
-      limit: how many to load; None is all, or 10,000 synthetic ones.
+      limit: number of patterns to load; None is all, or 10,000 synthetic patterns.
       seed: of synthetic patterns.
 
     Raises:
@@ -72,8 +72,8 @@ def load(
     if limit is not None:
         check_count("limit", limit, 1)
     if source in IMAGES:
-        found = images(source, split=split, directory=directory, limit=limit)
-        return _patterns(found.patterns, found.pixels.shape[1:])
+        loaded = images(source, split=split, directory=directory, limit=limit)
+        return _patterns(loaded.patterns, loaded.pixels.shape[1:])
     if source.startswith("synthetic:"):
         _, kind, *rest = source.split(":")
         if len(rest) > 1 or not all(re.fullmatch("[0-9]{1,9}", x) for x in rest):
@@ -100,8 +100,8 @@ def synthetic(
     Args:
       kind: `sphere`, unit vectors; `gaussian`, `N(0, 1)` components; `correlated`,
         vectors around a common direction, as images are.
-      number: how many.
-      dimension: of each.
+      number: of patterns.
+      dimension: of a pattern.
       seed: of the draw.
       correlation: expected cosine of two `correlated` patterns.
 
@@ -136,10 +136,10 @@ def read_patterns(path: str | Path, *, limit: int | None = None) -> Patterns:
         `patterns`; or a folder of images of one size, all grey or all colour, in the
         order of their names, see `read_pictures`. Images and uint8 arrays are divided
         by 255.
-      limit: only the first so many.
+      limit: number of patterns to read, the first ones; None is all.
 
     Raises:
-      ValueError: if nothing can be read there, or what is read does not fit together.
+      ValueError: if the path cannot be read, or holds no patterns of one shape.
     """
     path = user_path(path)
     if limit is not None:
@@ -162,14 +162,14 @@ def read_patterns(path: str | Path, *, limit: int | None = None) -> Patterns:
 def mapped_patterns(
     path: str | Path, like: Float[np.ndarray, "M d"]
 ) -> Float[np.ndarray, "n d"]:
-    """Patterns in a `.npy` file that stay there, one a row.
+    """Patterns that stay in a `.npy` file, one per row.
 
     Args:
       path: of floats `(n, ...)`, of 16, 32 or 64 bits, in C order.
-      like: patterns whose dimension and scale they have.
+      like: patterns of the same dimension and scale.
 
     Returns:
-      The array in the file, which is read once here to see that all are numbers.
+      The array in the file, which is read once here to check its values.
 
     Raises:
       ValueError: if the file cannot be read, or holds something else, NaN or infinity.
@@ -210,7 +210,7 @@ def check_scale(
     """Refuses patterns of another scale than the memories.
 
     Raises:
-      ValueError: if typical patterns of one are many times as large as of the other.
+      ValueError: if typical values differ by more than a ratio of `SCALES`.
     """
     typical = [float(np.median(np.abs(x).max(-1))) for x in (values, stored)]
     larger = values if typical[0] > typical[1] else stored
@@ -237,6 +237,7 @@ def _one_of(path: Path, names: list[str]) -> list[str]:
 
 
 def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
+    """Patterns from an array that a file holds."""
     kind = getattr(array, "dtype", type(array).__name__)
     if not isinstance(kind, np.dtype) or kind.kind not in "biuf":
         raise ValueError(f"{path} must hold real numbers, got dtype {kind}")
@@ -267,13 +268,15 @@ def _from_array(path: Path, array: Any, limit: int | None = None) -> Patterns:
 
 
 def _read_folder(path: Path, limit: int | None) -> Patterns:
+    """Patterns from a folder of images, with the names of the files."""
     [files] = picture_files([path])
     if not files:
         raise ValueError(f"{path} holds no images ({', '.join(ENDINGS)})")
-    found = _from_array(path, read_pictures(files[:limit]))
-    return found._replace(names=tuple(map(shown_name, files[:limit])))
+    patterns = _from_array(path, read_pictures(files[:limit]))
+    return patterns._replace(names=tuple(map(shown_name, files[:limit])))
 
 
 def _patterns(values: np.ndarray, shape: Sequence[int] | None = None) -> Patterns:
+    """Patterns named by their numbers."""
     names = tuple(map(str, range(len(values))))
     return Patterns(values, tuple(shape or values.shape[1:]), names)

@@ -15,10 +15,10 @@ NAMED = 6  # entries of a folder that a warning names
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """What a folder holds, in the order of names, but for names that begin with a dot.
+    """Entries of a folder in the order of names; hidden names (`.x`) are left out.
 
     Raises:
-      ValueError: if it cannot be read.
+      ValueError: if the folder cannot be read.
     """
     with reading(folder, "folder"):
         return sorted(x for x in folder.iterdir() if x.name[0] != ".")
@@ -27,7 +27,7 @@ def entries_of(folder: Path) -> list[Path]:
 def picture_files(folders: Sequence[Path]) -> list[list[Path]]:
     """The pictures of each folder, in the order of their names.
 
-    One warning says what else the folders hold, but for names that begin with a dot.
+    One warning names all further entries of the folders, see `entries_of`.
 
     Raises:
       ValueError: if a folder cannot be read, or a link that is named like a picture
@@ -53,7 +53,7 @@ def picture_files(folders: Sequence[Path]) -> list[list[Path]]:
 
 
 def warn_not_read(read: str, others: Sequence[str]) -> None:
-    """Says in one line what was read, and what was there beside it."""
+    """Warns in one line of entries that are not read, beside the pictures read."""
     rest = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
     warnings.warn(
         f"{read} ({', '.join(ENDINGS)}); not read: {', '.join(others[:NAMED])}{rest}",
@@ -69,7 +69,8 @@ def read_pictures(
     A picture is turned upright where its EXIF data say how the camera was held.
 
     Raises:
-      ValueError: if there are none, one cannot be read, or they differ in kind or size.
+      ValueError: if there are no files, a file cannot be read, or pictures differ in
+        kind or size.
     """
     from PIL import Image, ImageOps
 
@@ -78,24 +79,26 @@ def read_pictures(
     largest = f"picture of at most {2 * (Image.MAX_IMAGE_PIXELS or 0)} pixels"
     arrays: list[np.ndarray] = []
     for file in files:
-        # By its path, Pillow (13.0) maps a TIFF that is turned, and mixes its rows.
+        # Given a path, Pillow (13.0) maps a turned TIFF into memory and mixes its rows.
         with reading(file, largest), file.open("rb") as raw, Image.open(raw) as picture:
             mode, frames = picture.mode, getattr(picture, "n_frames", 1)
-            if picture.format == "MPO":  # of a camera: the others are previews
+            if picture.format == "MPO":  # of a camera: further frames are previews
                 frames = 1
             grey = mode in ("1", "L", "LA")
             upright = ImageOps.exif_transpose(picture)
             arrays.append(np.asarray(upright.convert("L" if grey else "RGB")))
         check_fits(file.parent, len(files) * arrays[0].nbytes)
-        if mode[0] in "IF":  # Pillow would clip them
+        if mode[0] in "IF":  # Pillow would clip the values
             raise ValueError(f"{file} has more than 8 bits a channel: save it with 8")
         if frames > 1:
             raise ValueError(
                 f"{file} holds {frames} pictures: save each in a file of its own"
             )
         first, last = arrays[0], arrays[-1]
-        apart = file.parent != files[0].parent  # then names may be equal
-        names = [f"{f.parent.name}/" * apart + f.name for f in (files[0], file)]
+        several_folders = file.parent != files[0].parent  # then names may be equal
+        names = [
+            f"{f.parent.name}/" * several_folders + f.name for f in (files[0], file)
+        ]
         if first.ndim != last.ndim:
             kinds = ["grey" if x.ndim == 2 else "colour" for x in (first, last)]
             raise ValueError(

@@ -1,7 +1,7 @@
 """Time series: known sets by name, a simulation, and the user's csv files.
 
-A csv has a header, a date in its first column and numbers in the others. What is wrong
-with one is an error that names line and column, unless an option says what to do.
+A csv has a header, a date in its first column and numbers in all further columns. A
+fault of a csv is an error that names line and column, unless an option mends it.
 """
 
 import gzip
@@ -36,21 +36,21 @@ ETT = (
     "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/"
     "1d16c8f4f943005d613b5bc962e9eeb06058cf07/ETT-small/"
 )
-WTH = (  # a copy with an address that does not change; the SHA-256 tells if it is ours
+WTH = (  # a copy at an address that does not change
     "https://raw.githubusercontent.com/xun468/Time-GNN/"
     "68c3c6cd970f102b35139cff97eee4837a0fc200/datasets/"
 )
-LARGEST = 2**30  # bytes of text; its cells take ten times as much
+LARGEST = 2**30  # bytes of text; the cells take ten times as much memory
 HOST = "raw.githubusercontent.com"
 
 
 class Source(NamedTuple):
-    """Where a set comes from.
+    """The file of a known set on the web.
 
     Attributes:
-      file: its name.
-      place: address of the folder that holds it.
-      sha256: of its text.
+      file: name of the file.
+      place: address of the folder that holds the file.
+      sha256: of the text of the file.
     """
 
     file: str
@@ -77,7 +77,7 @@ SOURCES = {
 }
 SERIES = ("demo", *SOURCES)
 
-FAR = 1000  # standard deviations of the other values
+FAR = 1000  # standard deviations, of the column without the value
 OPTIONS = {
     "decimal": DECIMALS,
     "missing": ("error", "interpolate"),
@@ -94,13 +94,13 @@ class Series(NamedTuple):
     Attributes:
       values: one column for each series, float64.
       names: of the columns.
-      dates: of the rows, datetime64[s]; local time if the file gives offsets from UTC,
-        of the clock in which rows are even: hours by the offset of the last row
-        throughout, days by the clock of the file.
+      dates: of the rows, datetime64[s]. If the file gives offsets from UTC, dates are
+        local time: hours by the offset of the last row throughout, days by the clock of
+        the file, so that steps are even.
       step: the commonest time between rows, timedelta64[s].
-      calendar: "" if every row comes one `step` after the one before; else `weekdays`,
-        `months` (same day of the month) or `month ends`.
-      zone: offset from UTC of the last row, as it stands in the file, or "".
+      calendar: "" if all rows are one `step` apart; else `weekdays`, `months` (same day
+        of the month) or `month ends`.
+      zone: offset from UTC of the last row, as the file writes it, or "".
     """
 
     values: Float[np.ndarray, "n D"]
@@ -122,13 +122,13 @@ class Series(NamedTuple):
         return bool((stamped == self.dates).all())
 
     def following(self, number: int) -> np.ndarray:
-        """Dates of so many rows beyond the end, datetime64[s]."""
+        """Dates of the next rows beyond the end, datetime64[s]."""
         places = 1 + np.arange(number)
         return stamps(self.dates[-1], places, self.step, self.calendar)
 
     @property
     def period(self) -> int:
-        """Rows in a day; in a week of days, a year of weeks or months; 1 of years."""
+        """Rows in a day; in a week for days; in a year for weeks or months; or 1."""
         if self.calendar == "weekdays":
             return 5
         if self.calendar:
@@ -138,19 +138,19 @@ class Series(NamedTuple):
 
 
 def series(name: str, *, directory: str | Path | None = None, **options: Any) -> Series:
-    """Loads series by name or from the user's csv, downloads a known set if need be.
+    """Loads series by name or from the user's csv; downloads a known set if missing.
 
     Args:
       name: `demo`, the simulation `uhop_jax.data.simulated_house`, without download;
         `etth1`, `ettm1` (Zhou et al., Informer, 2021) or `wth` (weather, NCEI); or the
         path of a csv, see `read_series`.
-      directory: that holds `ETTh1.csv`, `ETTm1.csv`, `WTH.csv`, each also with `.gz`,
-        or into which they go; None is pooch's own place.
+      directory: of `ETTh1.csv`, `ETTm1.csv`, `WTH.csv`, each also with `.gz`; downloads
+        go there too. None is the default of pooch.
       **options: of `read_series`, for every file.
 
     Raises:
-      ValueError: if the name is unknown, a set is not there and cannot be downloaded,
-        or a file is not as described.
+      ValueError: if the name is unknown, a missing set cannot be downloaded, or a file
+        is not as described.
     """
     if name == "demo":
         values, names = simulated_house()
@@ -180,21 +180,20 @@ def read_series(
     unsorted: str = "error",
     constant: str = "error",
 ) -> Series:
-    """Reads a csv or csv.gz with a header, dates in the first column, numbers beside.
+    """Reads a csv or csv.gz: a header, dates in the first column, then numbers.
 
-    Cells are parted by commas, semicolons or tabs. The decimal mark of numbers is a
-    point or a comma, and the other mark may part thousands. Dates may be ISO 8601,
+    Cells are separated by commas, semicolons or tabs. The decimal mark of numbers is a
+    point or a comma, and the second mark may separate thousands. Dates may be ISO 8601,
     month/day/year, day/month/year, day.month.year or have the month's English name.
-    Which of two readings is meant is told by all cells, or by an option.
+    Where a cell has two readings, all cells together decide, or an option does.
     The rows must follow each other by one step: a fixed time, weekdays, or months.
-    A value that is more than a thousand standard deviations of the others away from
-    them is warned of.
+    A value far from all others, by a thousand standard deviations, gives a warning.
 
     Args:
       path: of the file.
-      columns: names of the columns to read; none is all.
+      columns: names of the columns to read; () is all.
       date_format: of `strptime`, for other dates and where two readings fit.
-      decimal: mark of numbers: `point`, `comma`, or `auto`, the one that all cells fit.
+      decimal: mark of numbers: `point`, `comma`, or `auto`, the mark that fits all.
       missing_values: cells that mark a missing value, as `-9999` or `?`, beside empty
         cells, `NA`, `nan`, `null`, `none`, `#N/A`.
       missing: for missing values: `error`, or `interpolate` in time (the nearest value
@@ -214,31 +213,31 @@ def read_series(
     path = user_path(path)
     table = read_table(path, _read(path))
     lines, first_column = table.lines, [row[0] for row in table.cells]
-    wanted = table.columns(columns)
-    given = parsed_dates(path, table.names[0], lines, first_column, date_format)
-    values = numbers(table, wanted, decimal, missing_values)
-    names = [table.names[number] for number in wanted]
+    selected = table.columns(columns)
+    parsed = parsed_dates(path, table.names[0], lines, first_column, date_format)
+    values = numbers(table, selected, decimal, missing_values)
+    names = [table.names[number] for number in selected]
 
-    back = np.flatnonzero(np.diff(given.utc) < 0 * SECOND)
-    if back.size and unsorted == "error":
-        before, row = given.local[back[0] : back[0] + 2]
+    backward = np.flatnonzero(np.diff(parsed.utc) < 0 * SECOND)
+    if backward.size and unsorted == "error":
+        before, row = parsed.local[backward[0] : backward[0] + 2]
         raise ValueError(
-            f"{path}, line {lines[back[0] + 1]}: {date_text(row)} comes "
+            f"{path}, line {lines[backward[0] + 1]}: {date_text(row)} comes "
             f"after {date_text(before)}; unsorted='sort' sorts the rows"
         )
-    order = np.argsort(given.utc, kind="stable")
-    given, values, lines = given.rows(order), values[order], lines[order]
+    order = np.argsort(parsed.utc, kind="stable")
+    parsed, values, lines = parsed.rows(order), values[order], lines[order]
 
-    again = np.flatnonzero(np.diff(given.utc) == 0 * SECOND)
-    if again.size and duplicates == "error":
+    repeated = np.flatnonzero(np.diff(parsed.utc) == 0 * SECOND)
+    if repeated.size and duplicates == "error":
         raise ValueError(
-            f"{path}, line {lines[again[0] + 1]}: {date_text(given.local[again[0]])} "
-            f"is there already, in line {lines[again[0]]}; duplicates='first' or "
-            "'mean' makes one row of them"
+            f"{path}, line {lines[repeated[0] + 1]}: "
+            f"{date_text(parsed.local[repeated[0]])} is there already, in line "
+            f"{lines[repeated[0]]}; duplicates='first' or 'mean' makes one row of them"
         )
-    if again.size:
-        _, first, counts = np.unique(given.utc, return_index=True, return_counts=True)
-        given = given.rows(first)
+    if repeated.size:
+        _, first, counts = np.unique(parsed.utc, return_index=True, return_counts=True)
+        parsed = parsed.rows(first)
         if duplicates == "mean":
             values = np.add.reduceat(values, first) / counts[:, None]
         else:
@@ -246,7 +245,7 @@ def read_series(
         lines = lines[first]
     if len(lines) < 3:
         raise ValueError(f"{path} holds {len(lines)} rows, a series needs at least 3")
-    local, dates = given.local, clock_of(given)
+    local, dates = parsed.local, clock_of(parsed)
 
     absent = np.isnan(values)
     if absent.any() and missing == "error":
@@ -288,14 +287,14 @@ def read_series(
         values = values[:, ~flat]
     if not names:
         raise ValueError(f"{path} holds no column that varies")
-    return Series(values, tuple(names), dates, step, calendar, str(given.zones[-1]))
+    return Series(values, tuple(names), dates, step, calendar, str(parsed.zones[-1]))
 
 
 # Files
 
 
 def _place(name: str, directory: str | Path | None) -> Path:
-    """The file of a known set, downloaded if it is not there."""
+    """Path of the file of a known set, which is downloaded if missing."""
     source = SOURCES[name]
     if directory is None:
         pooch = _import_pooch(name)
@@ -337,6 +336,7 @@ def _import_pooch(name: str) -> Any:
 
 
 def _read(path: Path) -> str:
+    """The text of a file, which may be packed by gzip."""
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     with reading(path, "csv or csv.gz"), path.open("rb") as file:
@@ -358,7 +358,7 @@ def _read(path: Path) -> str:
 def _warn_of_far_values(
     path: Path, names: Sequence[str], values: Float[np.ndarray, "n D"]
 ) -> None:
-    """Warns of a value that is very far from the others, once for each column."""
+    """Warns of a value that is very far from all others, once for each column."""
     for name, column in zip(names, values.T, strict=True):
         away = np.abs(column - np.median(column))
         value = column[away.argmax()]
@@ -366,7 +366,7 @@ def _warn_of_far_values(
         if len(others) > 1 and away.max() > FAR * others.std() > 0:
             warnings.warn(
                 f"{path}, column {name!r}: {value:.15g} ({len(column) - len(others)} "
-                f"times) is {FAR} standard deviations away from the other values; if "
+                f"times) is {FAR} standard deviations away from all other values; if "
                 f"it marks missing values, missing_values=('{value:.15g}',) says so",
                 stacklevel=3,
             )
@@ -377,7 +377,7 @@ def _interpolated(
     places: Int[np.ndarray, " m"],
     number: int,
 ) -> Float[np.ndarray, "n D"]:
-    """Values at every place, linear between the known ones, constant beyond them."""
+    """Values at every place: linear between known values, constant beyond them."""
     filled = np.empty((number, values.shape[1]))
     for column, known in enumerate((~np.isnan(values)).T):
         filled[:, column] = np.interp(

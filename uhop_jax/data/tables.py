@@ -1,7 +1,7 @@
-"""Tables in text: parted cells under a header, with numbers in the styles of countries.
+"""Tables in text: a header, rows of cells, numbers with decimal points or commas.
 
-What is wrong with a table is an error that names line and column, and shows the cell as
-it stands.
+A fault of a table is an error that names line and column, and shows the cell as the
+file has it.
 """
 
 import csv
@@ -23,9 +23,9 @@ class Table(NamedTuple):
     """A table of text.
 
     Attributes:
-      path: of its file, for errors.
+      path: of the file, for errors.
       names: of the columns.
-      lines: of the file, one for each row.
+      lines: number of the line in the file, for each row.
       cells: of the rows, without the header.
       delimiter: between cells.
     """
@@ -37,7 +37,7 @@ class Table(NamedTuple):
     delimiter: str
 
     def columns(self, names: Sequence[str]) -> list[int]:
-        """Numbers of some columns beside the first; no name is all."""
+        """Indices of columns beside the first, by their names; () is all."""
         for name in names:
             if name not in self.names[1:]:
                 raise ValueError(
@@ -48,11 +48,11 @@ class Table(NamedTuple):
 
 
 def read_table(path: Path, text: str) -> Table:
-    """Parts the cells of a text with a header; blank lines are left out.
+    """Splits a text into a header and rows of cells; blank lines are left out.
 
     Args:
-      path: of its file, for errors.
-      text: of commas, semicolons or tabs between cells.
+      path: of the file, for errors.
+      text: lines of cells, with commas, semicolons or tabs between.
 
     Raises:
       ValueError: if the header is missing or names a column twice, there is one column,
@@ -100,13 +100,13 @@ def read_table(path: Path, text: str) -> Table:
 def numbers(
     table: Table, columns: Sequence[int], decimal: str, missing_values: Sequence[Any]
 ) -> Float[np.ndarray, "n k"]:
-    """Some columns of a table as numbers, NaN where they are missing.
+    """Some columns of a table as numbers, NaN where a value is missing.
 
     Args:
       table: of text.
-      columns: numbers of the columns.
+      columns: indices of the columns.
       decimal: `point`, `comma`, or `auto`, the mark by which all cells are numbers; the
-        other mark may part thousands.
+        second mark may separate thousands.
       missing_values: cells, or numbers, that mark a missing value.
 
     Raises:
@@ -165,9 +165,9 @@ def numbers(
 def _read(
     cells: Sequence[str], decimal: str
 ) -> tuple[Float[np.ndarray, " n"], np.ndarray]:
-    """Numbers with a decimal mark, and which cells are none.
+    """Numbers of cells with a decimal mark, and whether each cell is no number.
 
-    The other mark may part thousands, all of them, and not after a leading zero.
+    The second mark may separate all thousands of a cell, not after a leading zero.
     """
     thousands = {".": ",", ",": "."}[decimal]
     number = re.compile(

@@ -57,8 +57,8 @@ class Windows(NamedTuple):
     """All windows of one split.
 
     Attributes:
-      rows: standardised, float32; those of the split, after the `in_len` before it.
-      start: number of the first of them in the whole series.
+      rows: standardised, float32: `in_len` rows before the split, and its own rows.
+      start: index of the first row in the whole series.
       in_len: rows of an input.
       out_len: rows of a target.
     """
@@ -75,7 +75,7 @@ class Windows(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The three splits of a series, standardised by the first."""
+    """The three splits of a series, standardised by the train split."""
 
     train: Windows
     validation: Windows
@@ -84,10 +84,10 @@ class Splits(NamedTuple):
 
 
 def windows(rows: int, in_len: int, out_len: int) -> int:
-    """Number of windows in so many rows.
+    """Number of windows in a number of rows.
 
     Raises:
-      ValueError: if there is none, or a length is below 1.
+      ValueError: if the rows are too few for one window, or a length is below 1.
     """
     check_count("in_len", in_len, 1)
     check_count("out_len", out_len, 1)
@@ -105,9 +105,9 @@ def borders(split: str | Sequence[float], rows: int) -> Borders:
 
     Args:
       split: the name of a series: `etth1`, `ettm1` and `wth` have borders of their own,
-        every other 70 % for training, 10 % for validation, 20 % for the test; or three
-        such fractions, of a sum of 1 at most.
-      rows: of the series.
+        every other series 70 % for training, 10 % for validation, 20 % for the test; or
+        three such fractions, whose sum is 1 at most.
+      rows: number of rows of the series.
 
     Raises:
       ValueError: if the series is too short for a preset, or a fraction out of range.
@@ -147,7 +147,7 @@ def splits(
       ValueError: if a split is too short for one window.
     """
     scaler = scaler_of(values[slice(*where.train)])
-    found: dict[str, Windows] = {}
+    parts: dict[str, Windows] = {}
     for name, (begin, end) in zip(where._fields, where, strict=True):
         start = max(0, begin - in_len) if begin else 0
         try:
@@ -157,8 +157,8 @@ def splits(
                 f"{name} split, rows {start} to {end}: {str(error)}"
             ) from None
         rows = scaler.scaled(values[start:end]).astype(np.float32)
-        found[name] = Windows(rows, start, in_len, out_len)
-    return Splits(**found, scaler=scaler)
+        parts[name] = Windows(rows, start, in_len, out_len)
+    return Splits(**parts, scaler=scaler)
 
 
 def scaler_of(values: Float[np.ndarray, "n D"]) -> Scaler:
@@ -168,7 +168,7 @@ def scaler_of(values: Float[np.ndarray, "n D"]) -> Scaler:
 
 
 def constant_columns(values: Float[np.ndarray, "n D"]) -> Bool[np.ndarray, " D"]:
-    """Whether columns vary by no more than mean and variance are rounded."""
+    """Whether each column varies by no more than rounding errors of its mean."""
     rounding = len(values) * np.finfo(values.dtype).eps * np.abs(values).max(0)
     return values.std(0) <= rounding
 
@@ -176,7 +176,7 @@ def constant_columns(values: Float[np.ndarray, "n D"]) -> Bool[np.ndarray, " D"]
 def window_batch(
     rows: Float[Array, "r D"], index: Int[Array, " B"], in_len: int, out_len: int
 ) -> dict[str, Array]:
-    """Some windows, by their numbers, which must be below `windows(r, ...)`.
+    """Some windows, by their indices, which must be below `windows(r, ...)`.
 
     Returns:
       `inputs (B, in_len, D)` and `targets (B, out_len, D)`.

@@ -1,4 +1,4 @@
-"""Corruptions beyond the core's: the authors' code's, and some of dependent pixels."""
+"""Corruptions of the authors' code, and corruptions that treat an image as a whole."""
 
 import dataclasses
 import math
@@ -20,9 +20,12 @@ KINDS = (
 
 @frozen_pytree
 class Dropout:
-    """Masks with probability `fraction`, and scales up what is kept as dropout does.
+    """Masks components with a probability, and scales up the rest, as dropout does.
 
-    What the authors' code does in place of a mask.
+    The authors' code uses dropout in place of a mask.
+
+    Attributes:
+      fraction: probability that a component is masked, in `[0, 1)`.
     """
 
     fraction: ArrayLike = 0.5
@@ -35,9 +38,9 @@ class Dropout:
 
 @frozen_pytree
 class FoldedNoise:
-    """Gaussian noise, of which the magnitude is taken and clamped to `[0, 1]`.
+    """Adds Gaussian noise, takes the magnitude of the sum and clamps it to `[0, 1]`.
 
-    What the authors' code does: negative values come back as positive ones.
+    The authors' code does so: negative values come back as positive values.
 
     Attributes:
       scale: standard deviation for each component, or with `kind="norm"` the Euclidean
@@ -61,7 +64,7 @@ class FoldedNoise:
         *,
         observed: None = None,
     ) -> Float[Array, "Q M"]:
-        """`log p(query | memory)` up to a constant of the query, for `kind="pixel"`."""
+        """`log p(query | memory)` up to a constant of the query; for `kind="pixel"`."""
         del observed  # this noise hides nothing
         scale, exact = scale_of(self.scale, memories.dtype)
         clamped = query >= 1
@@ -176,7 +179,9 @@ class Shift:
 
 @frozen_pytree
 class KnownMasks:
-    """Hides what one of the given masks hides, drawn for each pattern; queries say so.
+    """Hides the unknown components of a mask, which is drawn for each pattern.
+
+    A call returns the patterns and, for each, the mask that was drawn.
 
     Attributes:
       masks: `(n, d)`, true where a component is known.
@@ -200,7 +205,7 @@ def corruption_of(
     clamped: bool = True,
     reference: bool = False,
 ) -> Any:
-    """The corruption of a kind at a level.
+    """Builds the corruption of a kind at a level.
 
     Args:
       kind: one of `KINDS`.
@@ -208,11 +213,11 @@ def corruption_of(
         noise, width of the blur in pixels, or pixels of the shift.
       shape: height, width and channels of the images, or the dimension of patterns.
       clamped: whether patterns are in `[0, 1]`, and noise is clamped to it.
-      reference: as the authors' code does it, for masks and noise.
+      reference: whether masks and noise follow the authors' code.
 
     Raises:
-      ValueError: if the kind is unknown, the level is out of range, or patterns that
-        are no images are to be moved or blurred.
+      ValueError: if the kind is unknown, the level is out of range, or a corruption
+        of images is given other patterns.
     """
     check_choice("corruption.kinds", kind, KINDS)
     if not (math.isfinite(level) and level >= 0):

@@ -1,4 +1,4 @@
-"""Memory sets and queries, and how well models retrieve them: whole sweeps on device.
+"""Memory sets and queries, and the scores of models on them: whole sweeps on device.
 
 One model is an `Entry`; all entries of a cell are evaluated by one compiled program,
 which visits one memory set after another so that memory stays bounded.
@@ -37,7 +37,8 @@ class Queries(NamedTuple):
     Attributes:
       memories: stored patterns.
       query: corrupted copies, `(sets, M, d)`, in the order of the memories.
-      observed: where they are intact, if the corruption says so.
+      observed: `(sets, M, d)`, true where a component is intact; None if the corruption
+        does not tell.
     """
 
     memories: Float[Array, "sets M d"]
@@ -50,7 +51,7 @@ class Entry(NamedTuple):
 
     Attributes:
       method: the method.
-      setting: which of the kernels of its family.
+      setting: name of the kernel within the family of the method.
       model: the similarity; its kernel has a leading axis of memory sets.
     """
 
@@ -60,12 +61,12 @@ class Entry(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What was retrieved, against what should have been; `(sets, entries)` each.
+    """Scores of retrieved patterns against the memories, `(sets, entries)` each.
 
     Attributes:
-      error: sum of squared component differences, mean over the queries; what was
-        retrieved is first clamped to `[0, 1]`, or to the range of the memories where
-        that is wider.
+      error: sum of squared component differences, mean over the queries; the retrieved
+        pattern is first clamped to `[0, 1]`, or to the range of the memories where the
+        range is wider.
       top1: share of queries whose largest weight is at the right memory.
       exact: share of queries with no component off by more than `EXACT`.
     """
@@ -79,11 +80,11 @@ def draw_sets(
     patterns: np.ndarray, memories: int, runs: Sequence[int], seed: Sequence[int]
 ) -> np.ndarray:
     """Memory sets `(sets, M, d)` of distinct patterns; a run has a seed of its own."""
-    drawn = []
+    sets = []
     for index in runs:
         rng = np.random.default_rng([*seed, index])
-        drawn.append(patterns[rng.choice(len(patterns), memories, replace=False)])
-    return np.stack(drawn)
+        sets.append(patterns[rng.choice(len(patterns), memories, replace=False)])
+    return np.stack(sets)
 
 
 @jax.jit
@@ -104,25 +105,25 @@ def entries_of(
     methods: Sequence[Method], kernels: dict[str, dict[str, Kernel]]
 ) -> list[Entry]:
     """Every method with every kernel of its family."""
-    found = []
+    entries = []
     for method in methods:
         family = kernels[method.family] if method.family else {"": None}
         for setting, kernel in family.items():
-            found.append(Entry(method, setting, method.similarity(kernel)))
-    return found
+            entries.append(Entry(method, setting, method.similarity(kernel)))
+    return entries
 
 
 def overlaps(entries: Sequence[Entry], queries: Queries) -> Array:
-    """Overlaps `(sets, entries, Q, M)`."""
+    """Overlaps of every query with every memory, `(sets, entries, Q, M)`."""
     return _overlaps(tuple(e.model for e in entries), queries)
 
 
 def errors_by_beta(
     entries: Sequence[Entry], overlaps: Array, memories: Array
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors `(sets, entries, betas)` on a grid of each entry, and the grids.
+    """Errors `(sets, entries, betas)`, and the betas `(entries, betas)`.
 
-    A grid is common to all sets.
+    Each entry has a grid of betas of its own, common to all sets.
     """
     betas = grids(overlaps)
     separations = tuple(entry.method.separation for entry in entries)
@@ -139,14 +140,14 @@ def best_entries(
 ) -> list[tuple[int, float]]:
     """Index and beta of the least mean error: one for each method, or for each entry.
 
-    Of kernels, and of betas, whose errors are the least to rounding, the middle one:
-    where several recall everything, rounding would choose, on each machine another.
+    Where the errors of several kernels or betas are the least up to rounding, the
+    middle one is chosen: rounding differs between machines, and must not decide.
 
     Args:
       entries: the models tried.
       errors: `(sets, entries, betas)`.
       betas: `(entries, betas)`.
-      every_setting: keep every kernel of a family, not the best alone.
+      every_setting: keep every kernel of a family, not only the best.
     """
     mean = errors.mean(0)
     mean = np.where(np.isnan(mean), np.inf, mean)
@@ -169,14 +170,14 @@ def score(
 ) -> Scores:
     """Scores of each entry at its beta, after one update."""
     separations = tuple(entry.method.separation for entry in entries)
-    found = _score(memories, overlaps, separations, jnp.asarray(betas, overlaps.dtype))
-    return Scores(*(np.asarray(x) for x in found))
+    scores = _score(memories, overlaps, separations, jnp.asarray(betas, overlaps.dtype))
+    return Scores(*(np.asarray(x) for x in scores))
 
 
 def scores_of_weights(weights: Array, memories: Array) -> Scores:
-    """Scores of weights `(sets, Q, M)` over the memories, as of one entry."""
-    found = jax.vmap(_scores)(weights, memories)
-    return Scores(*(np.asarray(x)[:, None] for x in found))
+    """Scores `(sets, 1)` of weights `(sets, Q, M)` over the memories."""
+    scores = jax.vmap(_scores)(weights, memories)
+    return Scores(*(np.asarray(x)[:, None] for x in scores))
 
 
 def weights(entry: Entry, beta: float, queries: Queries) -> Array:
@@ -190,8 +191,8 @@ def posterior_weights(corruption: Any, queries: Queries) -> Array:
 
     def one(row: Queries) -> Array:
         memories, query, observed = row
-        found = corruption.log_likelihood(memories, query, observed=observed)
-        return posterior(found)
+        log_likelihood = corruption.log_likelihood(memories, query, observed=observed)
+        return posterior(log_likelihood)
 
     return lax.map(one, queries)
 
@@ -208,12 +209,16 @@ def separations(
 
 @jax.jit
 def _separations(grams: Array, t: Array) -> tuple[Array, Array]:
+    """Loss and `Delta_min` of Gram matrices `(sets, entries, M, M)`."""
     loss = Loss("average", normalize=True, pairs="distinct")
     return loss_of_gram(grams, loss, t), delta_min_of_gram(grams)
 
 
 def _middle_of_least(errors: np.ndarray, places: np.ndarray, scale: np.ndarray) -> int:
-    """Of places whose errors are the least to rounding at a scale, the middle one."""
+    """Index of the middle place among the places of least error, up to rounding.
+
+    The median of the errors in `scale` sets the size of the rounding.
+    """
     order = np.argsort(places)
     finite = scale[np.isfinite(scale)]
     slack = 1e-6 * (1e-6 + (np.median(finite) if finite.size else 0.0))
@@ -223,6 +228,8 @@ def _middle_of_least(errors: np.ndarray, places: np.ndarray, scale: np.ndarray) 
 
 @jax.jit
 def _overlaps(models: tuple[Similarity, ...], queries: Queries) -> Array:
+    """Overlaps `(sets, models, Q, M)`, one set and model after another."""
+
     def one(row: tuple[tuple[Similarity, ...], Queries]) -> Array:
         models, (memories, query, observed) = row
         return lax.map(
@@ -292,14 +299,14 @@ def _score(
 
 
 def mean_error(weights: Array, memories: Array) -> Array:
-    """Mean error of weights `(Q, M)`, query by memory."""
+    """Mean error of weights `(Q, M)`; query `i` is a copy of memory `i`."""
     return _scores(weights, memories)[0]
 
 
 def _scores(weights: Array, memories: Array) -> tuple[Array, Array, Array]:
-    """Mean error, top-1 and exact recall of weights `(Q, M)`, query by memory."""
+    """Mean error, top-1 and exact recall of weights, see `mean_error`."""
     low, high = jnp.minimum(memories.min(), 0), jnp.maximum(memories.max(), 1)
-    off = jnp.clip(weigh(weights, memories), low, high) - memories
-    right = weights.argmax(-1) == jnp.arange(memories.shape[0])
-    exact = jnp.abs(off).max(-1) <= EXACT
-    return (off * off).sum(-1).mean(), right.mean(), exact.mean()
+    differences = jnp.clip(weigh(weights, memories), low, high) - memories
+    correct = weights.argmax(-1) == jnp.arange(memories.shape[0])
+    exact = jnp.abs(differences).max(-1) <= EXACT
+    return (differences * differences).sum(-1).mean(), correct.mean(), exact.mean()

@@ -1,4 +1,4 @@
-"""Which results become which panel."""
+"""Figures of the experiments: records become panels."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from uhop_jax.workdir import write_file
 ERROR = "error (sum of squared pixel differences)"
 SPREAD = "mean and its 95 % interval, without a lower half where it would reach zero"
 MOST_IMAGES = 100  # rows of an image grid; Matplotlib draws no more than 65,536 dots
-FEW = 8  # curves that one panel can show
-FEWEST = 3  # places from which on a curve says more than a comparison
+FEW = 8  # most curves of one panel
+FEWEST = 3  # fewest points of a curve; below it, methods stand side by side
 _GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
 _GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}
-# Methods of one family have numbers that follow one another.
+# Methods of one family have consecutive numbers.
 _FAMILIES = list(dict.fromkeys(_GROUPS.values()))
 _NUMBERS = {
     name: number
@@ -34,41 +34,41 @@ Rows = Sequence[Mapping[str, Any]]
 
 def grouped(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
     """Records by the group of their method."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(_GROUPS[row["method"]], []).append(row)
-    return found
+        groups.setdefault(_GROUPS[row["method"]], []).append(row)
+    return groups
 
 
 def styles(rows: Rows) -> dict[str, Style]:
-    """One look for each `label`: the colour is that of the method everywhere.
+    """A style for each `label`: a method has the same colour in every figure.
 
-    Of several settings the earlier are lighter, and each has a marker of its own.
+    Each of several settings has a marker of its own; the earlier ones are lighter.
     """
-    found: dict[str, Style] = {}
-    for (method,), ours in records.grouped(rows, ("method",)).items():
-        labels = list(dict.fromkeys(row["label"] for row in ours))
+    looks: dict[str, Style] = {}
+    for (method,), members in records.grouped(rows, ("method",)).items():
+        labels = list(dict.fromkeys(row["label"] for row in members))
         for place, label in enumerate(labels):
             shade = 1 - 0.7 * (len(labels) - 1 - place) / len(labels)
             number = _NUMBERS[method]
-            found[label] = Style(number, number + place, shade, plain=method == LIMIT)
-    return found
+            looks[label] = Style(number, number + place, shade, plain=method == LIMIT)
+    return looks
 
 
 def sweep(rows: Rows) -> list[Panel] | list[Comparison]:
     """Error against memory size, or against the level of each kind of corruption.
 
-    Of one size and level, or two, the methods are compared side by side.
+    With fewer than `FEWEST` sizes or levels, the methods are compared side by side.
     """
     rows = records.labelled(rows)
     by_size = len({row["memories"] for row in rows}) > 1
     x = "memories" if by_size else "level"
     keys = ("corruption", "level") if by_size else ("corruption",)
     cells = records.grouped(rows, keys)
-    if all(len({row[x] for row in ours}) < FEWEST for ours in cells.values()):
+    if all(len({row[x] for row in group}) < FEWEST for group in cells.values()):
         return [
-            _comparison(ours, f"M = {M}, {corruption} {level:g}")
-            for (M, corruption, level), ours in records.grouped(
+            _comparison(group, f"M = {M}, {corruption} {level:g}")
+            for (M, corruption, level), group in records.grouped(
                 rows, records.CELL
             ).items()
         ]
@@ -82,26 +82,26 @@ def sweep(rows: Rows) -> list[Panel] | list[Comparison]:
             yscale="auto",
             styles=styles(rows),
         )
-        for corruption, ours in cells.items()
-        for name, members in _families(ours)
+        for corruption, group in cells.items()
+        for name, members in _families(group)
     ]
 
 
 def _families(rows: Rows) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Records that one panel shows, with its name, and the limit in each.
+    """Name and records of each panel; every panel shows the limit.
 
-    All methods, if they are few; else by group, and of a large group as many methods as
-    a panel can show.
+    One panel shows all methods if they are few. Otherwise each group has panels of its
+    own, and each panel as many methods of the group as it has room for.
     """
     bound = [row for row in rows if row["method"] == LIMIT]
     others = [row for row in rows if row["method"] != LIMIT]
     if len({row["label"] for row in others}) <= FEW:
         return [("", [*others, *bound])]
-    found = []
-    for group, ours in grouped(others).items():
+    parts = []
+    for group, members in grouped(others).items():
         panels: list[list[list[Mapping[str, Any]]]] = []
         room = 0
-        for lot in records.grouped(ours, ("method",)).values():
+        for lot in records.grouped(members, ("method",)).values():
             curves = len({row["label"] for row in lot})
             if curves > room:
                 panels.append([])
@@ -110,16 +110,16 @@ def _families(rows: Rows) -> list[tuple[str, list[Mapping[str, Any]]]]:
             room -= curves
         for lots in panels:
             name = lots[0][0]["method"] if len(lots) == 1 < len(panels) else group
-            found.append((name, [*itertools.chain(*lots), *bound]))
-    return found
+            parts.append((name, [*itertools.chain(*lots), *bound]))
+    return parts
 
 
 def _comparison(rows: Rows, title: str) -> Comparison:
     """The error of each method in one cell, and the limit as a line."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     line = None
-    for group, ours in grouped(rows).items():
-        for (label,), lot in records.grouped(ours, ("label",)).items():
+    for group, members in grouped(rows).items():
+        for (label,), lot in records.grouped(members, ("label",)).items():
             errors = [row["error"] for row in lot]
             half = records.half_width(errors) if len(errors) > 1 else 0.0
             mean = float(np.mean(errors))
@@ -131,7 +131,7 @@ def _comparison(rows: Rows, title: str) -> Comparison:
 
 
 def save(path: Path, parts: list[Panel] | list[Comparison], title: str) -> None:
-    """Writes a figure whole or not at all, and what its error bars are."""
+    """Writes a figure whole or not at all; the title says what the error bars are."""
     compared = [part for part in parts if isinstance(part, Comparison)]
     curves = [part for part in parts if isinstance(part, Panel)]
     if compared or not curves[0].points:

@@ -43,13 +43,13 @@ OTHER = "other fixed similarities"
 
 
 class Method(NamedTuple):
-    """A model; its beta, and the kernel if its family has several, are chosen for it.
+    """A model; the best beta, and the best of several kernels, are chosen for it.
 
     Attributes:
-      name: as it stands in tables.
+      name: label in tables.
       similarity: makes the similarity from the kernel, or from None.
       separation: maps scaled overlaps to weights.
-      family: which of the kernels of `fit_kernels` it uses, or "" for none.
+      family: key into the kernels of `fit_kernels`, or "" for no kernel.
       group: heading under which figures draw it.
     """
 
@@ -61,15 +61,15 @@ class Method(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How the kernels of a protocol are learned.
+    """Settings of Stage I and of the closed form in a protocol.
 
     Attributes:
-      start: `identity`, or `gaussian`, the paper's.
+      start: of the kernel: `identity`, or `gaussian` as in the paper.
       rates: step sizes of each family in units of `d`, one number or one for each step.
-      steps: numbers of steps, each a kernel.
-      factors: of the rates, each a kernel.
+      steps: numbers of steps of each family; each number gives a kernel.
+      factors: multiples of the rates; each gives a kernel.
       t: scale of the separation loss.
-      ridges: of the closed form.
+      ridges: of the closed form; each gives a kernel.
       share: part of the memories that Stage I sees.
       normalize_rows: whether the rows of `W` are scaled to unit norm at the end.
     """
@@ -86,9 +86,12 @@ class Settings(NamedTuple):
 
 @frozen_pytree
 class Powers(Separation):
-    """`z^n` as it is, not normalised: the dense associative memory of the paper.
+    """Weights `z^n`, not normalised: the dense associative memory of the paper.
 
-    What it retrieves is of any size, and is clamped before it is scored.
+    The retrieved pattern has any magnitude; it is clamped before it is scored.
+
+    Attributes:
+      degree: the exponent `n`.
     """
 
     has_conjugate: ClassVar[bool] = False
@@ -168,7 +171,7 @@ _OTHERS = {
 
 
 def meaning(name: str) -> str:
-    """What a name in a table stands for: similarity and separation."""
+    """Similarity and separation that the name of a method stands for, in words."""
     if name in _OTHERS:
         return _OTHERS[name]
     methods = {method.name: method for method in (*PAPER, *FAIR)}
@@ -188,15 +191,19 @@ def fit_kernels(
     corruption: Corruption,
     settings: Settings,
 ) -> dict[str, dict[str, Kernel]]:
-    """Kernels of each family by what tells them apart, for memory sets `(sets, M, d)`.
+    """Fits the kernels of each family to memory sets `(sets, M, d)`.
 
-    Each set has a key of its own. Numbers of steps are snapshots of one run. Families
-    that know the corruption make corrupted copies of their own: none sees the queries
-    that are scored.
+    Each set has a key of its own. Several numbers of steps are snapshots of one run.
+    Families that know the corruption make corrupted copies of their own: no kernel sees
+    the queries that are scored.
+
+    Returns:
+      Kernels by family and setting; a kernel that depends on the memories has a leading
+      axis of sets.
     """
     families, d = set(families), memories.shape[-1]
     learned = memories[:, : max(2, int(settings.share * memories.shape[1]))]
-    found: dict[str, dict[str, Kernel]] = {}
+    kernels: dict[str, dict[str, Kernel]] = {}
     gaussian, full = None, None
     start_keys, annealed_keys, likelihood_keys, mean_keys = jax.vmap(
         lambda key: jax.random.split(key, 4), out_axes=1
@@ -207,15 +214,15 @@ def fit_kernels(
     for family in sorted(families):
         kind = family.split()[0]
         if family == "centred":
-            found[family] = {"": Centering(memories.mean(1))}
+            kernels[family] = {"": Centering(memories.mean(1))}
         elif family == "two-sided":
-            found[family] = {"": _two_sided(mean_keys, memories, corruption)}
+            kernels[family] = {"": _two_sided(mean_keys, memories, corruption)}
         elif family == "random":
             assert gaussian is not None
-            found[family] = {"": gaussian}
+            kernels[family] = {"": gaussian}
         elif kind in ("average", "maximum"):
             steps = tuple(sorted(set(settings.steps[family])))
-            found[family] = {}
+            kernels[family] = {}
             for factor in settings.factors:
                 fitted = fit_sgd(
                     learned,
@@ -231,20 +238,20 @@ def fit_kernels(
                 suffix = f", rate {factor:g}" if len(settings.factors) > 1 else ""
                 for i, number in enumerate(steps):
                     kernel = jax.tree.map(lambda x, i=i: x[:, i], fitted.snapshots)
-                    found[family][f"N={number}{suffix}"] = kernel
+                    kernels[family][f"N={number}{suffix}"] = kernel
         elif family == "annealed":
             number = max(1, *settings.steps["average"])
             fitted = fit_annealed(annealed_keys[0], learned, steps=number, restarts=1)
-            found[family] = {f"N={number}": fitted.kernel}
+            kernels[family] = {f"N={number}": fitted.kernel}
         elif family == "closed form":
-            kernels = whitenings(learned, settings.ridges)
-            found[family] = {f"ridge {r:g}": kernel for r, kernel in kernels.items()}
+            whitened = whitenings(learned, settings.ridges)
+            kernels[family] = {f"ridge {r:g}": kernel for r, kernel in whitened.items()}
         elif kind == "likelihood":
             if full is None:
                 full = _likelihoods(likelihood_keys, memories, corruption)
             rank = family.split()[1]
-            found[family] = {"": full.cut(None if rank == "full" else int(rank))}
-    return found
+            kernels[family] = {"": full.cut(None if rank == "full" else int(rank))}
+    return kernels
 
 
 @jax.jit

@@ -1,8 +1,8 @@
-"""The three protocols: what is compared with what, and under which settings.
+"""The three protocols: which methods are compared, and under which settings.
 
 - `fair`: every method at its own best beta and kernel, chosen on other memories.
-- `paper`: one beta, a Gaussian start, the constant rate 1 or those asked for, rows of
-  `W` normalised at the end; distances with the sign that retrieves the nearest.
+- `paper`: one beta, a Gaussian start, constant rates (1 unless others are given), rows
+  of `W` normalised at the end; distances with the sign that retrieves the nearest.
 - `reference`: as the authors' code runs, oddities included: kept pixels are doubled,
   noise is folded, distances retrieve the farthest, powers are not normalised, Stage I
   sees half of the memories in the mask task, rows are not normalised, and the rate of
@@ -32,11 +32,11 @@ from uhop_jax.similarity import Dot, NegativeL1, NegativeL2
 
 
 class Protocol(NamedTuple):
-    """Methods and how they are set.
+    """Methods and their settings.
 
     Attributes:
       methods: the methods compared.
-      settings: how their kernels are learned.
+      settings: of the kernels of the methods.
       beta: inverse temperature of all methods, or None to choose it for each.
     """
 
@@ -86,7 +86,7 @@ def check(config: ConfigDict) -> None:
     """Refuses a protocol, method or setting that is unknown or out of range.
 
     Raises:
-      ValueError: naming it.
+      ValueError: if one is; the message names it.
     """
     check_choice("protocol", config.protocol, METHODS)
     options = config.stage_one
@@ -96,8 +96,8 @@ def check(config: ConfigDict) -> None:
         raise ValueError("stage_one.rates must name at least one, got none")
     for rate in options.rates:
         check_positive("stage_one.rates", rate)
-    own = config.protocol == "reference" or config.variant == "scatter"
-    if own and set(options.rates) != {1}:
+    fixed = config.protocol == "reference" or config.variant == "scatter"
+    if fixed and set(options.rates) != {1}:
         raise ValueError(
             "stage_one.rates must be (1.0,) where rates are given, in the reference "
             f"protocol and the scatter variant, got {tuple(options.rates)}"
@@ -162,10 +162,11 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
 
 
 def resolve(config: ConfigDict) -> None:
-    """Fills in the numbers of Stage I steps that a config leaves open.
+    """Fills in the numbers of Stage I steps of a config that names none.
 
-    The paper's: 100 for small grey images; for others 500, with noise 200. The fair
-    protocol chooses among a tenth of it, three tenths and all of it.
+    The paper's number is 100 for small grey images, 200 for other images in the noise
+    variant, and 500 elsewhere. The fair protocol chooses among a tenth of the number,
+    three tenths and the whole.
     """
     if config.stage_one.steps:
         return
@@ -177,5 +178,5 @@ def resolve(config: ConfigDict) -> None:
 
 
 def falling_rates(steps: int) -> np.ndarray:
-    """`1 / sqrt(n!)` for each step: the authors' decay, which compounds."""
+    """Rates `1 / sqrt(n!)` of steps `n = 0, 1, ...`: the decay of the authors' code."""
     return np.asarray([math.exp(-0.5 * math.lgamma(n + 1)) for n in range(steps)])

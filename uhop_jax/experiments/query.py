@@ -31,7 +31,7 @@ MAX_UPDATES = 100
 
 
 class CalibratedMemory(NamedTuple):
-    """Stored patterns and the model calibrated for them.
+    """Stored patterns with the model calibrated for them.
 
     Attributes:
       values: patterns, one per row.
@@ -46,18 +46,19 @@ class CalibratedMemory(NamedTuple):
     names: tuple[str, ...]
 
     def save(self, path: str | Path) -> Path:
-        """Writes it to a file, see `uhop_jax.save`; returns the path."""
+        """Writes the memory to a file, see `uhop_jax.save`; returns the path."""
         return save(path, tuple(self))
 
     @classmethod
     def load(cls, path: str | Path) -> "CalibratedMemory":
-        """Reads what `save` wrote.
+        """Reads a memory that `save` wrote.
 
         Raises:
-          ValueError: if the file is missing, damaged or of something else.
+          ValueError: if the file is missing or damaged, or holds something else.
         """
-        found = load(path)
-        memory = cls(*found) if isinstance(found, tuple) and len(found) == 4 else None
+        fields = load(path)
+        whole = isinstance(fields, tuple) and len(fields) == 4
+        memory = cls(*fields) if whole else None
         if memory is None or not isinstance(memory.model, Calibration):
             raise ValueError(f"{path} is no memory that the query variant saved")
         if wrong := memory._wrong():
@@ -65,7 +66,7 @@ class CalibratedMemory(NamedTuple):
         return memory
 
     def _wrong(self) -> str:
-        """What does not fit together; "" if all does."""
+        """The first contradiction among the fields, in words; "" if there is none."""
         values, shape, names = self.values, self.shape, self.names
         floating = isinstance(values, Array) and jnp.issubdtype(
             values.dtype, jnp.floating
@@ -80,25 +81,28 @@ class CalibratedMemory(NamedTuple):
             return f"shape is {shape!r:.40}, of patterns of dimension {values.shape[1]}"
         words = isinstance(names, tuple) and all(isinstance(x, str) for x in names)
         if not words or len(names) != len(values):
-            return f"names are not those of {len(values)} patterns"
+            return (
+                f"names must be a tuple of {len(values)} strings, one for each pattern"
+            )
         return ""
 
 
 class Answers(NamedTuple):
-    """What each query retrieved, and how sure it is.
+    """Retrieved patterns of the queries, with their confidence.
 
     Attributes:
       state: retrieved patterns.
-      nearest: memory of the largest weight.
-      weights: over the memories; the two largest alone if these passed in blocks.
-      largest: of the weights.
-      margin: lead of the largest weight over the next.
-      effective: effective number of memories mixed, 1 is a single one; None if they
-        passed in blocks.
-      expected_error: sum of squared differences that the weights, read as
-        probabilities of the memories, let expect.
+      nearest: index of the memory of the largest weight.
+      weights: over the memories; only the two largest, `(Q, 2)`, if the memories were
+        read in blocks.
+      largest: the largest weight.
+      margin: largest weight less the second largest.
+      effective: effective number of memories mixed, 1 for a single memory; None if the
+        memories were read in blocks.
+      expected_error: expected sum of squared differences from the true memory, where
+        the weights are its probabilities.
       converged: whether further updates stay at the same memory; None for a model whose
-        updates cannot be iterated.
+        updates cannot be iterated, and if the memories were read in blocks.
     """
 
     state: Float[Array, "Q d"]
@@ -118,11 +122,11 @@ def answer(
     *,
     shards: int = 0,
 ) -> Answers:
-    """One update of each query by the calibrated model, with its confidence.
+    """Updates each query once by the calibrated model.
 
     Args:
       memory: patterns and model.
-      query: what to answer.
+      query: queries, one per row.
       observed: true for the known components of the queries.
       shards: devices over which the patterns are split; 0 leaves them on one.
     """
@@ -130,10 +134,10 @@ def answer(
     check_numbers(model.similarity.kernel)
     if shards:
         patterns, mask = shard_memories(patterns, memory_mesh(shards))
-    found = model.retrieve(patterns, query, observed=observed, mask=mask)
-    top, index = jax.lax.top_k(found.weights, 2)
+    result = model.retrieve(patterns, query, observed=observed, mask=mask)
+    top, index = jax.lax.top_k(result.weights, 2)
     squared = (patterns * patterns).sum(-1)
-    variance = found.weights @ squared - (found.state * found.state).sum(-1)
+    variance = result.weights @ squared - (result.state * result.state).sum(-1)
     converged = None
     if has_energy(model.separation, model.similarity):
         end = converge(
@@ -148,12 +152,12 @@ def answer(
         )
         converged = end.converged & (end.weights.argmax(-1) == index[:, 0])
     return Answers(
-        found.state,
+        result.state,
         index[:, 0],
-        found.weights[:, : len(memory.values)],
+        result.weights[:, : len(memory.values)],
         top[:, 0],
         top[:, 0] - top[:, 1],
-        effective_memories(found.weights),
+        effective_memories(result.weights),
         jnp.maximum(variance, 0.0),
         converged,
     )
@@ -167,7 +171,15 @@ def answer_in_blocks(
     *,
     block: int | None = None,
 ) -> Answers:
-    """Likewise, holding a block of the patterns at a time; they may lie in a file."""
+    """Answers as `answer` does, with one block of the patterns in memory at a time.
+
+    Args:
+      model: the calibrated model.
+      patterns: stored patterns, one per row; may lie in a file.
+      query: queries, one per row.
+      observed: true for the known components of the queries.
+      block: patterns in a block; None chooses by their dimension.
+    """
     size = block or max(2**20 // patterns.shape[1], 1)
     # The squares of half precision would overflow.
     working = np.promote_types(patterns.dtype.newbyteorder("="), np.float32)
@@ -178,7 +190,7 @@ def answer_in_blocks(
             squares = np.square(rows).sum(-1, keepdims=True)
             yield np.concatenate([rows, squares], axis=-1)
 
-    found = retrieve_streamed(
+    result = retrieve_streamed(
         patterns,
         query,
         beta=model.beta,
@@ -189,13 +201,13 @@ def answer_in_blocks(
         top=2,
         block=block,
     )
-    state, squared = found.state[:, :-1], found.state[:, -1]
+    state, squared = result.state[:, :-1], result.state[:, -1]
     return Answers(
         state,
-        found.nearest[:, 0],
-        found.weights,
-        found.weights[:, 0],
-        found.weights[:, 0] - found.weights[:, 1],
+        result.nearest[:, 0],
+        result.weights,
+        result.weights[:, 0],
+        result.weights[:, 0] - result.weights[:, 1],
         None,
         jnp.maximum(squared - (state * state).sum(-1), 0.0),
         None,
@@ -203,14 +215,15 @@ def answer_in_blocks(
 
 
 def run(config: ConfigDict, workdir: Path) -> None:
-    """Stores or loads memories, answers the queries, and writes what was retrieved.
+    """Stores or loads memories, answers the queries, and writes the answers.
 
     Writes `memory.npz` (patterns and model, for `--config.memory` of a later run),
     `answers.csv` (one row for each query), `retrieved.npz` (patterns, indices, weights)
     and, for images, `retrieved.png`.
 
     Raises:
-      ValueError: if something cannot be read, or does not fit.
+      ValueError: if a file cannot be read, a value is out of range, or queries and
+        memories do not fit together.
     """
     began = time.perf_counter()
     check_count("images", config.images, 0, figures.MOST_IMAGES)
@@ -253,22 +266,22 @@ def run(config: ConfigDict, workdir: Path) -> None:
         values = jnp.asarray(stored.values)
         model = calibrate(jax.random.key(config.seed), values, corruption)
         memory = CalibratedMemory(values, model, tuple(stored.shape), stored.names)
-    found = None
+    answers = None
     patterns = np.asarray(memory.values) if mapped is None else mapped
     if queries is not None:
-        asked = jnp.asarray(queries.values)
+        query = jnp.asarray(queries.values)
         if in_blocks:
-            found = answer_in_blocks(
-                memory.model, patterns, asked, observed, block=config.block or None
+            answers = answer_in_blocks(
+                memory.model, patterns, query, observed, block=config.block or None
             )
         else:
-            found = answer(memory, asked, observed, shards=config.shards)
+            answers = answer(memory, query, observed, shards=config.shards)
     with claimed(workdir, config, read):
-        written = _write(config, workdir, memory, patterns, queries, found)
+        written = _write(config, workdir, memory, patterns, queries, answers)
     print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
-    if queries is not None and found is not None:
+    if queries is not None and answers is not None:
         names = memory.names if mapped is None else range(len(mapped))
-        rows = _rows(names, queries, found)
+        rows = _rows(names, queries, answers)
         shown = [list(rows[0]), *([str(x) for x in r.values()] for r in rows[:10])]
         print(records.aligned(shown))
         if len(rows) > 10:
@@ -283,21 +296,21 @@ def _write(
     memory: CalibratedMemory,
     patterns: np.ndarray,
     queries: data.Patterns | None,
-    found: Answers | None,
+    answers: Answers | None,
 ) -> list[str]:
     """Writes the files of a run; returns their names."""
     written = []
     if not config.memory:
         write_file(workdir / "memory.npz", memory.save)
         written.append("memory.npz")
-    if queries is None or found is None:
+    if queries is None or answers is None:
         return written
     names = range(len(patterns)) if config.mapped else memory.names
-    write_table(workdir / "answers.csv", _rows(names, queries, found))
+    write_table(workdir / "answers.csv", _rows(names, queries, answers))
     arrays: Any = {
-        "patterns": found.state,
-        "index": found.nearest,
-        "weights": found.weights,
+        "patterns": answers.state,
+        "index": answers.nearest,
+        "weights": answers.weights,
     }
     write_file(
         workdir / "retrieved.npz",
@@ -307,12 +320,13 @@ def _write(
     drawn = len(memory.shape) == 3 and memory.shape[-1] in data.CHANNELS
     if drawn and config.images:
         path = workdir / "retrieved.png"
-        _picture(path, memory, patterns, names, queries, found, config.images)
+        _picture(path, memory, patterns, names, queries, answers, config.images)
         written.append("retrieved.png")
     return written
 
 
 def _patterns(config: ConfigDict) -> data.Patterns:
+    """The patterns to store, two at least."""
     stored = load_patterns(config)
     if len(stored.values) < 2:
         raise ValueError(f"{config.data.name} holds one pattern; a memory needs two")
@@ -340,25 +354,26 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
     return jnp.asarray(known)
 
 
-def _rows(names: Sequence[Any], queries: data.Patterns, found: Answers) -> list[dict]:
+def _rows(names: Sequence[Any], queries: data.Patterns, answers: Answers) -> list[dict]:
+    """One record for each query, as `answers.csv` has it."""
     rows = []
     for i, name in enumerate(queries.names):
-        index = int(found.nearest[i])
+        index = int(answers.nearest[i])
         mixed = ""
-        if found.effective is not None:
-            mixed = f"{float(found.effective[i]):.4g}"
+        if answers.effective is not None:
+            mixed = f"{float(answers.effective[i]):.4g}"
         converged: Any = "one step"
-        if found.converged is not None:
-            converged = "yes" if found.converged[i] else "no"
+        if answers.converged is not None:
+            converged = "yes" if answers.converged[i] else "no"
         rows.append(
             {
                 "query": name,
                 "memory": names[index],
                 "index": index,
-                "weight": f"{float(found.largest[i]):.4g}",
-                "margin": f"{float(found.margin[i]):.4g}",
+                "weight": f"{float(answers.largest[i]):.4g}",
+                "margin": f"{float(answers.margin[i]):.4g}",
                 "memories_mixed": mixed,
-                "expected_error": f"{float(found.expected_error[i]):.4g}",
+                "expected_error": f"{float(answers.expected_error[i]):.4g}",
                 "converged": converged,
             }
         )
@@ -371,21 +386,21 @@ def _picture(
     patterns: np.ndarray,
     names: Sequence[Any],
     queries: data.Patterns,
-    found: Answers,
+    answers: Answers,
     number: int,
 ) -> None:
-    """Each query, what it retrieved and the memory nearest to it, with its weight."""
+    """Draws queries, the patterns they retrieve, and the nearest memories."""
     number = min(number, len(queries.values))
-    nearest = np.asarray(found.nearest[:number])
+    nearest = np.asarray(answers.nearest[:number])
     columns = {
         "query": queries.values[:number],
-        "retrieved": np.asarray(found.state[:number]),
+        "retrieved": np.asarray(answers.state[:number]),
         "stored": np.asarray(patterns[nearest]),
     }
     shaped = {name: x.reshape(-1, *memory.shape) for name, x in columns.items()}
     captions = {
         "query": queries.names[:number],
-        "retrieved": [f"weight {float(x):.3g}" for x in found.largest[:number]],
+        "retrieved": [f"weight {float(x):.3g}" for x in answers.largest[:number]],
         "stored": [names[index] for index in nearest],
     }
     title = f"{memory.model.name}, one update"

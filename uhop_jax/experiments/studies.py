@@ -28,7 +28,7 @@ from uhop_jax.theory import effective_memories
 def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Error, loss and `Delta_min` against N for each memory size, as in the paper.
 
-    Of several rates each has curves of its own.
+    Each of several rates has curves of its own.
     """
     learned, plain = [], []
     for row in rows:
@@ -40,13 +40,13 @@ def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
             plain.append(dict(row, label=row["method"]))
     looks = figures.styles([*learned, *plain])
     parts = []
-    for (M,), ours in records.grouped(learned, ("memories",)).items():
-        places = {row["steps"] for row in ours}
+    for (M,), group in records.grouped(learned, ("memories",)).items():
+        places = {row["steps"] for row in group}
         level = [dict(r, steps=N) for r in plain if r["memories"] == M for N in places]
         for key, name, shown, scale in (
-            ("error", figures.ERROR, [*ours, *level], "auto"),
-            ("loss", "separation loss", ours, "linear"),
-            ("delta_min", "Delta_min", ours, "linear"),
+            ("error", figures.ERROR, [*group, *level], "auto"),
+            ("loss", "separation loss", group, "linear"),
+            ("delta_min", "Delta_min", group, "linear"),
         ):
             if key == "error" or len({row["memories"] for row in rows}) == 1:
                 curves = records.curves(shown, "steps", key, "label", interval=True)
@@ -66,9 +66,9 @@ def temperature_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
     queries = study.queries(cell, SCORED, range(study.config.runs))
     runs = range(study.config.runs)
     entries = timed("Stage I", study.entries, cell, SCORED, queries, runs)
-    found = timed("retrieval", evaluation.overlaps, entries, queries)
+    overlaps = timed("retrieval", evaluation.overlaps, entries, queries)
     errors, betas = timed(
-        "retrieval", evaluation.errors_by_beta, entries, found, queries.memories
+        "retrieval", evaluation.errors_by_beta, entries, overlaps, queries.memories
     )
     for i, entry in enumerate(entries):
         for run in runs:
@@ -91,29 +91,30 @@ def temperature_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     return [
         Panel(
             group,
-            records.curves(ours, "beta", "error", "label", interval=True),
+            records.curves(members, "beta", "error", "label", interval=True),
             "inverse temperature beta",
             figures.ERROR,
             xscale="log",
             yscale="auto",
             styles=figures.styles(chosen),
         )
-        for group, ours in figures.grouped(chosen).items()
+        for group, members in figures.grouped(chosen).items()
     ]
 
 
 def _label(method: str, setting: str) -> str:
+    """A method with its setting, as figures and tables name it."""
     return f"{method}, {setting}" if setting else method
 
 
 def _best_betas(
     rows: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, str, float, float]]:
-    """Each method with the setting and the beta of its least mean error, and that."""
+    """Method, setting, beta and error, at the least mean error of each method."""
     least: dict[str, tuple[str, str, float, float]] = {}
     keys = ("method", "setting", "beta")
-    for (method, setting, beta), ours in records.grouped(rows, keys).items():
-        error = float(np.mean([r["error"] for r in ours]))
+    for (method, setting, beta), group in records.grouped(rows, keys).items():
+        error = float(np.mean([r["error"] for r in group]))
         if method not in least or error < least[method][-1]:
             least[method] = (method, setting, beta, error)
     return list(least.values())
@@ -133,11 +134,11 @@ def temperature_report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
-    """U-Hop after a random number of steps at a random rate, run by run.
+    """One record for each run of U-Hop, with a random rate and number of steps.
 
     In the paper and reference protocols the rate is `N(0, 1)`, as in the paper: half of
-    the runs climb. In the fair protocol it is log-uniform from 0.1 to 100 times the
-    rate of the config.
+    the runs climb the loss. In the fair protocol it is log-uniform from 0.1 to 100
+    times the rate of the config.
     """
     config, settings = study.config, study.protocol.settings
     fair = config.protocol == "fair"
@@ -167,14 +168,16 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
         )
         model = Dot(fitted.snapshots)
         entry = Entry(Method("U-Hop", Dot, Softmax(), "average"), f"N={number}", model)
-        found = evaluation.overlaps([entry], queries)
+        overlaps = evaluation.overlaps([entry], queries)
         if fair:
-            errors, betas = evaluation.errors_by_beta([entry], found, queries.memories)
+            errors, betas = evaluation.errors_by_beta(
+                [entry], overlaps, queries.memories
+            )
             [(_, beta)] = evaluation.best_entries([entry], errors, betas)
         else:
             beta = config.beta
         scores = timed(
-            "retrieval", evaluation.score, [entry], found, [beta], queries.memories
+            "retrieval", evaluation.score, [entry], overlaps, [beta], queries.memories
         )
         loss, delta = evaluation.separations([entry], queries.memories, settings.t)
         rows.append(
@@ -189,9 +192,9 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
 def scatter_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Error against separation loss, one point for each run."""
     parts = []
-    for (M,), ours in records.grouped(rows, ("memories",)).items():
-        up = [r for r in ours if r["rate"] <= 0]
-        down = [r for r in ours if r["rate"] > 0]
+    for (M,), group in records.grouped(rows, ("memories",)).items():
+        up = [r for r in group if r["rate"] <= 0]
+        down = [r for r in group if r["rate"] > 0]
         series = {
             name: Series([r["loss"] for r in x], [r["error"] for r in x], [0] * len(x))
             for name, x in (("descent", down), ("ascent (negative rate)", up))
@@ -211,18 +214,18 @@ def scatter_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 
 def scatter_report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rank correlation of loss and error, over all runs and over those that descend."""
+    """Rank correlation of loss and error, over all runs and with positive rates."""
     from scipy.stats import spearmanr
 
     lines = [["runs", "number", "Spearman correlation"]]
-    for name, ours in (
+    for name, group in (
         ("all", rows),
         ("positive rate", [r for r in rows if r["rate"] > 0]),
     ):
-        if len(ours) > 2:
-            pairs = [(r["loss"], r["error"]) for r in ours]
+        if len(group) > 2:
+            pairs = [(r["loss"], r["error"]) for r in group]
             rho = spearmanr(*zip(*pairs, strict=True)).statistic
-            lines.append([name, str(len(ours)), f"{rho:.3f}"])
+            lines.append([name, str(len(group)), f"{rho:.3f}"])
     return "separation loss against error\n" + records.aligned(lines)
 
 
@@ -232,20 +235,20 @@ def scatter_report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def metastability_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
-    """How many memories one update mixes, by alpha and beta, with and without U-Hop."""
+    """Number of memories that an update mixes, by alpha and beta, and the error."""
     config = study.config
     runs = range(config.runs)
     queries = study.queries(cell, SCORED, runs)
     names = ("MHM", "U-Hop")
     entries = timed("Stage I", study.entries, cell, SCORED, queries, runs)
     last = {e.method.name: e for e in entries if e.method.name in names}
-    found = evaluation.overlaps(list(last.values()), queries)
-    betas = evaluation.grids(found)
+    overlaps = evaluation.overlaps(list(last.values()), queries)
+    betas = evaluation.grids(overlaps)
     alphas = jnp.asarray(config.alphas)
     rows = []
     for i, entry in enumerate(last.values()):
         sizes, errors = timed(
-            "retrieval", _sizes, queries.memories, found[:, i], alphas, betas[i]
+            "retrieval", _sizes, queries.memories, overlaps[:, i], alphas, betas[i]
         )
         for a, alpha in enumerate(config.alphas):
             for b in np.argsort(betas[i]):
@@ -283,7 +286,7 @@ def metastability_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
         Panel(
             f"{method}, M = {M}",
             records.curves(
-                [dict(r, name=f"alpha = {r['alpha']:g}") for r in ours],
+                [dict(r, name=f"alpha = {r['alpha']:g}") for r in group],
                 "beta",
                 "size",
                 "name",
@@ -294,18 +297,18 @@ def metastability_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
             xscale="log",
             yscale="log",
         )
-        for (M, method), ours in records.grouped(rows, ("memories", "method")).items()
+        for (M, method), group in records.grouped(rows, ("memories", "method")).items()
     ]
 
 
 def metastability_report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The beta from which on fewer than two memories are mixed, for each alpha."""
+    """The least beta at which fewer than two memories are mixed, for each alpha."""
     lines = [
         ["method", "alpha", "least beta with fewer than 2 memories", "error there"]
     ]
-    for (method, alpha), ours in records.grouped(rows, ("method", "alpha")).items():
+    for (method, alpha), group in records.grouped(rows, ("method", "alpha")).items():
         line = [method, f"{alpha:g}", "-", "-"]
-        for (beta,), x in sorted(records.grouped(ours, ("beta",)).items()):
+        for (beta,), x in sorted(records.grouped(group, ("beta",)).items()):
             if np.mean([r["size"] for r in x]) < 2:
                 line[2:] = [f"{beta:.3g}", f"{np.mean([r['error'] for r in x]):.3g}"]
                 break

@@ -39,14 +39,20 @@ from uhop_jax.plotting import Comparison, Panel
 from uhop_jax.progress import Progress
 from uhop_jax.workdir import claimed, fingerprint, read_table, write_table
 
-BYTES = 6e8  # that one block of memory sets may take
+BYTES = 6e8  # most bytes of one block of memory sets
 # Streams of random numbers.
 TUNING, SCORED, TUNING_KERNELS, SCORED_KERNELS, CALIBRATION = range(5)
 BASELINE = "MHM"
 
 
 class Cell(NamedTuple):
-    """One point of the grid."""
+    """One point of the grid.
+
+    Attributes:
+      memories: number of stored patterns.
+      kind: of corruption, see `corruption_of`.
+      level: of corruption.
+    """
 
     memories: int
     kind: str
@@ -59,13 +65,14 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass
 class Study:
-    """What all cells of a run share."""
+    """The config, patterns and protocol that all cells of a run share."""
 
     config: ConfigDict
     patterns: data.Patterns
     protocol: Protocol
 
     def corruption(self, cell: Cell) -> Corruption:
+        """The corruption of a cell."""
         return Corruption.of(
             corruption_of(
                 cell.kind,
@@ -77,13 +84,14 @@ class Study:
         )
 
     def key(self, *numbers: int) -> Array:
+        """The key of the config's seed, with numbers folded in."""
         key = jax.random.key(self.config.seed)
         for number in numbers:
             key = jax.random.fold_in(key, number)
         return key
 
     def queries(self, cell: Cell, stream: int, runs: range) -> Queries:
-        """Memory sets of some runs, from the half of the data of their stream.
+        """Memory sets of some runs, from the half of the data that a stream has.
 
         The memories of a run are the same at every level and kind of corruption.
         """
@@ -119,26 +127,26 @@ class Study:
             memories,
             self.corruption(cell),
             queries=self.config.calibration_queries,
-            accuracy=None,  # the error to expect is not what is compared
+            accuracy=None,  # the expected error is not compared
         )
 
 
 def _number(cell: Cell) -> int:
-    """A number that tells corruptions apart, the same in every process."""
+    """A number for the corruption of a cell, the same in every process."""
     return zlib.crc32(f"{cell.kind} {cell.level:g}".encode()) & 0x7FFFFFFF
 
 
 class Experiment(NamedTuple):
-    """What a variant computes in each cell, and how it shows it.
+    """The records, figure and report of a variant.
 
     Attributes:
       columns: of `results.csv`, with their types.
-      cell: `cell(study, cell, timed)` gives the records of a cell; `timed` calls a
-        function, measures it, and is told of memory sets that are done.
-      sets: `sets(study, cell)` is how many memory sets `cell` tells of.
+      cell: `cell(study, cell, timed)` gives the records of a cell; it calls functions
+        by `timed`, see `Timed`, and reports finished memory sets to it.
+      sets: `sets(study, cell)` gives the number of memory sets that `cell` reports.
       figure: panels of all records.
-      report: text of all records.
-      compare: whether methods saw the same queries, and are compared in pairs.
+      report: table of all records, as text.
+      compare: whether methods see the same queries, and are compared in pairs.
     """
 
     columns: Mapping[str, type]
@@ -185,7 +193,7 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
 
 
 class Timed:
-    """Calls functions, measures them by stage, and shows how far a run is."""
+    """Calls functions, measures their seconds by stage, and shows the progress."""
 
     def __init__(self, progress: Progress):
         self.progress, self.seconds, self.title = progress, dict[str, float](), ""
@@ -199,7 +207,7 @@ class Timed:
         return result
 
     def done(self, sets: int) -> None:
-        """So many memory sets are done with."""
+        """Counts some memory sets as finished."""
         self.progress.advance(sets)
 
 
@@ -224,8 +232,8 @@ def _run(
         for cell in cells:
             if cell not in finished:
                 timed.title = cell.title
-                found = experiment.cell(study, cell, timed)
-                rows += [{name: row.get(name, "") for name in columns} for row in found]
+                new = experiment.cell(study, cell, timed)
+                rows += [{name: row.get(name, "") for name in columns} for row in new]
                 write_table(path, rows)
     finally:
         progress.close()
@@ -248,7 +256,7 @@ def _run(
 
 
 def patterns_read(name: str, patterns: Any) -> dict[str, Any]:
-    """What a run that reads some patterns is bound to."""
+    """The fingerprint of patterns by name, for `workdir.check`."""
     return {name: fingerprint(np.asarray(patterns.values), patterns.names)}
 
 
@@ -291,8 +299,8 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             parts.append(timed("choice", evaluation.overlaps, entries, queries))
             memories.append(queries.memories)
             timed.done(len(block))
-        found = jnp.concatenate(parts), jnp.concatenate(memories)
-        errors, betas = timed("choice", evaluation.errors_by_beta, entries, *found)
+        tuning = jnp.concatenate(parts), jnp.concatenate(memories)
+        errors, betas = timed("choice", evaluation.errors_by_beta, entries, *tuning)
         chosen = evaluation.best_entries(
             entries, errors, betas, every_setting=config.every_setting
         )
@@ -301,7 +309,7 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
     for block in _blocks(config.runs, size):
         queries = study.queries(cell, SCORED, block)
         entries = timed("Stage I", study.entries, cell, SCORED, queries, block)
-        found = timed("retrieval", evaluation.overlaps, entries, queries)
+        overlaps = timed("retrieval", evaluation.overlaps, entries, queries)
         picked = chosen or [(i, config.beta) for i in range(len(entries))]
         index, betas = (list(x) for x in zip(*picked, strict=True))
         entries = [entries[i] for i in index]
@@ -309,7 +317,7 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             "retrieval",
             evaluation.score,
             entries,
-            found[:, jnp.asarray(index)],
+            overlaps[:, jnp.asarray(index)],
             betas,
             queries.memories,
         )
@@ -324,18 +332,18 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
                     | {"beta": betas[i]}
                     | (losses[i][j] if i in losses else {})
                 )
-        if _wanted(config, LIMIT):
+        if _includes(config, LIMIT):
             limit = _limit(study.corruption(cell).function, queries)
             if limit is not None:
                 for j, run in enumerate(block):
                     about = base_row(study, cell, LIMIT, "", run)
                     rows.append(about | _numbers(limit, j, 0))
         for j, run in enumerate(block):
-            if _wanted(config, CALIBRATED):
+            if _includes(config, CALIBRATED):
                 row = timed("calibration", _calibrated, study, cell, queries, j, run)
                 rows.append(row)
             timed.done(1)
-    # Models in the order of the protocol, each run by run, whatever the blocks were.
+    # Models in the order of the protocol, and their runs, whatever the block size.
     names = [(e.method.name, e.setting) for e in entries]
     order = {name: number for number, name in enumerate(names)}
     last = {CALIBRATED: len(order), LIMIT: len(order) + 1}
@@ -347,13 +355,13 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
     return sorted(rows, key=place)
 
 
-def _wanted(config: ConfigDict, name: str) -> bool:
-    """Whether the calibrated memory or the limit belong to the run: to fair ones."""
+def _includes(config: ConfigDict, name: str) -> bool:
+    """Whether a run has the calibrated memory, or the limit; only a fair run can."""
     return config.protocol == "fair" and (not config.methods or name in config.methods)
 
 
 def base_row(study: Study, cell: Cell, method: str, setting: str, index: int) -> dict:
-    """The columns that say what a record is about."""
+    """The columns of a record before its scores, see `ABOUT`."""
     config = study.config
     return {
         "data": config.data.name,
@@ -368,11 +376,15 @@ def base_row(study: Study, cell: Cell, method: str, setting: str, index: int) ->
 
 
 def _numbers(scores: Scores, j: int, i: int) -> dict[str, float]:
+    """Scores of entry `i` on memory set `j`, by name."""
     return {name: float(getattr(scores, name)[j, i]) for name in Scores._fields}
 
 
 def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
-    """Separation of each entry with a kernel, by entry and memory set."""
+    """Separation loss and `Delta_min`, by entry and memory set.
+
+    Only entries whose kernel has an energy are listed.
+    """
     index = [
         i
         for i, entry in enumerate(entries)
@@ -419,10 +431,10 @@ def _limit(corruption: Any, queries: Queries) -> Scores | None:
 
 
 def _block_size(study: Study, cell: Cell) -> int:
-    """How many memory sets are handled at once: they fit into `BYTES`.
+    """Number of memory sets that are handled at once, and fit into `BYTES`.
 
-    A divisor of the number of runs, so that all blocks share their compiled programs,
-    and no more than the choice of beta needs.
+    The number divides the number of runs, so that all blocks share their compiled
+    programs, and is no larger than the choice of beta needs.
     """
     methods, settings = study.protocol.methods, study.protocol.settings
     M, d = cell.memories, study.patterns.values.shape[1]
@@ -443,13 +455,13 @@ def _block_size(study: Study, cell: Cell) -> int:
 
 
 def _blocks(sets: int, size: int) -> Iterator[range]:
-    """Runs in whole blocks, as many as are asked for or a few more."""
+    """Ranges of `size` runs each that cover `sets` runs; the last may reach beyond."""
     for first in range(0, sets, size):
         yield range(first, first + size)
 
 
 def sets_of_retrieval(study: Study, cell: Cell) -> int:
-    """Memory sets of a cell, with those that beta is chosen on."""
+    """Number of memory sets of a cell, for the choice of beta and for the scores."""
     size, number = _block_size(study, cell), 0
     if study.protocol.beta is None:
         number = sum(map(len, _blocks(_tuning_sets(study.config, cell), size)))
@@ -457,17 +469,18 @@ def sets_of_retrieval(study: Study, cell: Cell) -> int:
 
 
 def sets_scored(study: Study, cell: Cell) -> int:
-    """Memory sets of a cell that are scored."""
+    """Number of memory sets of a cell that are scored."""
     del cell
     return study.config.runs
 
 
 def _tuning_sets(config: ConfigDict, cell: Cell) -> int:
-    """Memory sets that hold enough queries, three at least."""
+    """Number of memory sets that beta is chosen on, three at least."""
     return max(3, -(-config.tuning_queries // cell.memories))
 
 
 def _check(study: Study, cells: Sequence[Cell]) -> None:
+    """Refuses values out of range, and more memories than half of the patterns."""
     config, available = study.config, len(study.patterns.values)
     check_seed("seed", config.seed)
     check_count("runs", config.runs, 1)
@@ -481,34 +494,34 @@ def _check(study: Study, cells: Sequence[Cell]) -> None:
         if cell.memories > available // 2:
             raise ValueError(
                 f"memories must be at most {available // 2}, half of the {available} "
-                f"patterns of {config.data.name} (the other half is for tuning), got "
+                f"patterns of {config.data.name} (one half is for tuning), got "
                 f"{cell.memories}"
             )
         study.corruption(cell)
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Methods by cells: the error of each, and its top-1."""
+    """Tables of the error and of top-1, methods by cells."""
     text = "error\n" + records.pivot(rows, "error")
     return text + "\n\ntop-1\n" + records.pivot(rows, "top1")
 
 
 def grid_report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The tables, and for each cell the winner, the limit and what was calibrated."""
+    """The tables, and for each cell the best methods, the limit and the calibrated."""
     fixed = {m.name for m in FAIR if m.family in ("", "centred", "two-sided")}
     titles = "cell, best fixed similarity, best of all, calibrated, limit, chosen"
     lines = [titles.split(", ")]
-    for cell, ours in records.grouped(rows, records.CELL).items():
+    for cell, group in records.grouped(rows, records.CELL).items():
         means = {
             name: float(np.mean([row["error"] for row in members]))
-            for (name,), members in records.grouped(ours, ("method",)).items()
+            for (name,), members in records.grouped(group, ("method",)).items()
         }
         limit = means.pop(LIMIT, math.nan)
         line = [Cell(*cell).title]
         for names in (fixed & means.keys(), means):
             best = min(names, key=lambda name: records.ranked(means[name]), default="")
             line.append(f"{best} {means[best]:.3g}" if best else "-")
-        chosen = Counter(r["setting"] for r in ours if r["method"] == CALIBRATED)
+        chosen = Counter(r["setting"] for r in group if r["method"] == CALIBRATED)
         line += [f"{means.get(CALIBRATED, math.nan):.3g}", f"{limit:.3g}"]
         line.append(", ".join(f"{n} x {name}" for name, n in chosen.most_common(2)))
         lines.append(line)
@@ -516,7 +529,7 @@ def grid_report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _picture(study: Study, cell: Cell, rows: Sequence[dict], path: Path) -> None:
-    """A few memories of the first run of a cell, and what each method made of them."""
+    """Draws memories of the first run of a cell, and what each method retrieves."""
     shape = study.patterns.shape
     queries = study.queries(cell, SCORED, range(1))
     entries = study.entries(cell, SCORED, queries, range(1))

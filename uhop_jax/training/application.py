@@ -1,4 +1,4 @@
-"""What a kind of task, such as image classification, brings to a study."""
+"""The interface of applications: a kind of task, such as image classification."""
 
 import abc
 import functools
@@ -26,8 +26,8 @@ from uhop_jax.training.steps import (
 )
 
 Rows = list[dict[str, Any]]
-# One model of a study: a named tuple with an `arm` and a `title`; its fields tell it
-# from the others, and are columns of the results.
+# One model of a study: a named tuple with an `arm` and a `title`. Its fields identify
+# it, and are columns of the results.
 Cell = Any
 
 
@@ -80,26 +80,26 @@ class Application(abc.ABC):
         )
 
     def check(self) -> None:
-        """Speaks up about data and models before anything is trained or written."""
+        """Loads data and builds models, so that errors come before a run begins."""
         for cell in self.cells():
             self.trainer(cell)
 
     def run_of(self, cell: Cell) -> Cell:
-        """The cell whose run a cell judges: itself, or one before it."""
+        """The cell whose run a cell judges: itself, or an earlier cell."""
         return cell
 
     def directory(self, cell: Cell) -> Path:
-        """Of the run of a cell: `workdir` itself, or within it if there are several."""
+        """Directory of the run of a cell: `workdir`, or within it for several runs."""
         if len(self.cells()) == 1:
             return self.workdir
         return self.workdir / directory_name(cell)
 
     @abc.abstractmethod
     def read(self, cell: Cell) -> dict[str, Any]:
-        """What the run of a cell reads, by name, see `uhop_jax.workdir.check`."""
+        """Data that the run of a cell reads, by name, see `uhop_jax.workdir.check`."""
 
     def seeds(self, cell: Cell) -> tuple[int, ...]:
-        """What is trained side by side in a cell."""
+        """Seeds that are trained side by side in a cell."""
         del cell
         return tuple(self.config.seeds)
 
@@ -110,11 +110,11 @@ class Application(abc.ABC):
     @property
     @abc.abstractmethod
     def title(self) -> str:
-        """Of the study, for table and figure."""
+        """Title of the study, for table and figure."""
 
     @abc.abstractmethod
     def cells(self) -> Sequence[Any]:
-        """What is trained, in order."""
+        """Models of the study, in order."""
 
     @abc.abstractmethod
     def task(self, cell: Cell) -> Task:
@@ -122,11 +122,11 @@ class Application(abc.ABC):
 
     @abc.abstractmethod
     def optimizer(self, steps: int) -> optax.GradientTransformation:
-        """Of the task; an epoch has so many steps."""
+        """Optimizer of the task; `steps` is the number of steps of an epoch."""
 
     @abc.abstractmethod
     def goal(self) -> Goal:
-        """When a run ends, and what is best."""
+        """End of a run, and the metric of its best epoch."""
 
     @abc.abstractmethod
     def summary(
@@ -148,17 +148,17 @@ class Application(abc.ABC):
     def predict(
         self, cell: Cell, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
-        """Applies a model to `config.predict`; returns what it has to say."""
+        """Applies a model to `config.predict`; returns a message about the result."""
 
     def untrained(self) -> Rows:
-        """Records of what needs no training."""
+        """Records of methods that need no training."""
         return []
 
 
 def directory_name(cell: Cell) -> str:
     """A name for the directory of a cell, which no other cell has.
 
-    Its end is a fingerprint of the fields; the title before it is for people.
+    The name begins with the title, for people, and ends with a hash of the fields.
     """
     text = json.dumps(cell._asdict(), sort_keys=True)
     mark = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -167,7 +167,7 @@ def directory_name(cell: Cell) -> str:
 
 
 def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:
-    """Number of parameters of a model, which is not built for it."""
+    """Number of parameters of a model, without allocating its arrays."""
     return number_of_parameters(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
 
 
@@ -179,20 +179,21 @@ def with_matched_size(
     matched: bool,
     kernel: bool,
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    """What builds the model of an arm.
+    """A function that builds the model of an arm.
 
     Args:
       build: `build(size, kernel, rngs)`.
       size: of tokens.
-      step: by which sizes may differ.
-      matched: without a kernel, the first size that gives as many parameters as with.
-      kernel: whether layers have one.
+      step: difference of the sizes that are tried.
+      matched: whether the size grows until the model without a kernel has as many
+        parameters as the model with a kernel of the size given.
+      kernel: whether layers have a kernel.
     """
     model = functools.partial(build, size, kernel)
     if matched:
-        wanted = parameters_of(functools.partial(build, size, True))
-        while parameters_of(model) < wanted:
+        target = parameters_of(functools.partial(build, size, True))
+        while parameters_of(model) < target:
             size += step
             model = functools.partial(build, size, False)
-    parameters_of(model)  # speaks up early where options do not fit
+    parameters_of(model)  # an error here, and not in training, if options do not fit
     return model

@@ -9,17 +9,17 @@ from uhop_jax.separation import Entmax, separation_from_name
 
 
 class Arm(NamedTuple):
-    """What tells an arm from the others.
+    """One arm of a study.
 
     Attributes:
       separation: of every Hopfield layer; `learned` is entmax with an alpha that each
         layer learns.
-      kernel: whether layers have one.
+      kernel: whether layers have a kernel.
       schedule: of Stage I.
       by_task: whether the task moves kernels.
-      start: of the kernel; "" is that of the config.
+      start: of the kernel; "" is the start that the config names.
       reference: layers as the authors' code has them under U-Hop: direct values, a
-        kernel with a bias and a random start, the class token among what is separated.
+        kernel with a bias and a random start, a class token among the separated states.
       matched: no kernel, but tokens large enough for at least as many parameters as
         the U-Hop arm has.
     """
@@ -34,13 +34,13 @@ class Arm(NamedTuple):
 
 
 def _arms() -> dict[str, Arm]:
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     bases = {"MHM": "softmax", "Sparse MHM": "sparsemax", "entmax": "entmax"}
     bases["GSH"] = "learned"  # generalised sparse Hopfield, of STanHop-Net
     same: dict[str, Any] = {"kernel": True, "by_task": True, "start": "uniform"}
     same["reference"] = True
     for name, separation in bases.items():
-        found |= {
+        arms |= {
             name: Arm(separation),
             f"{name} + U-Hop": Arm(separation, True, "bilevel"),
             f"{name} + U-Hop, warm-up": Arm(separation, True, "warmup"),
@@ -51,7 +51,7 @@ def _arms() -> dict[str, Arm]:
             f"{name} + kernel by task": Arm(separation, True, by_task=True),
             f"{name}, matched size": Arm(separation, matched=True),
         }
-    return found
+    return arms
 
 
 ARMS: Mapping[str, Arm] = _arms()
@@ -61,28 +61,28 @@ def arm_of(name: str) -> Arm:
     """The arm of that name.
 
     Raises:
-      ValueError: if there is none (the choices are listed).
+      ValueError: if no arm has the name; the message lists the names.
     """
     check_choice("arm", name, ARMS)
     return ARMS[name]
 
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
-    """How curves look: an arm alike in all figures, with an external memory lighter.
+    """Styles of curves: an arm looks alike in all figures; with a memory it is lighter.
 
-    Under every separation the same variant has the same colour. What is no arm is grey.
+    A variant has the same colour under every separation. A label of no arm is grey.
     """
     colors = (0, 6, 7, 8, 3, 9, 4, 2, 1)  # of the variants, in the order of `_arms`
-    found = {}
+    looks = {}
     for place, label in enumerate(labels):
         arm = label if label in ARMS else label.rpartition(", ")[0]
         if arm not in ARMS:
-            found[label] = Style(5, place)
+            looks[label] = Style(5, place)
             continue
         number = list(ARMS).index(arm)
         shade, more = (1.0, 0) if label == arm else (0.6, 5)
-        found[label] = Style(colors[number % len(colors)], number + more, shade)
-    return found
+        looks[label] = Style(colors[number % len(colors)], number + more, shade)
+    return looks
 
 
 def separation_options(arm: Arm, alpha: float) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: asynchronous, the latest and a chosen one kept, damage proven.
+"""Checkpoints of a run: written in the background, sealed, and checked for damage.
 
 A checkpoint that is whole on disk is sealed: a file within it holds the SHA-256 of its
-other files. One that is not as it was sealed is damaged. It is moved to `damaged/`
-beside the others, and the run goes back to the one before. Every other error of reading
-stops the run, and leaves all checkpoints where they are.
+other files. A checkpoint that differs from its seal is damaged. It is moved to
+`damaged/` beside the directory, and the run goes back to the checkpoint before. Any
+further error of reading stops the run, and leaves all checkpoints where they are.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from uhop_jax.storage import write_whole
 
-KEPT = 2  # of the latest; the one before is there if the last is damaged
+KEPT = 2  # latest checkpoints; the second serves if the first is damaged
 SEAL, DAMAGED = ".sha256", "damaged"
 
 
@@ -32,21 +32,21 @@ class Checkpoints:
     """The checkpoints of a directory.
 
     Args:
-      directory: where they lie.
+      directory: folder of the checkpoints.
       read_only: leaves the directory as it is, for a run that others may be writing.
 
     Raises:
-      ValueError: if the directory holds something else under the name of a checkpoint.
+      ValueError: if an entry is named like a checkpoint, and is none.
       OSError: if a checkpoint cannot be read.
     """
 
     def __init__(self, directory: Path, *, read_only: bool = False):
-        # Orbax tells every step, and of errors more than is raised here.
+        # Orbax logs every step, and errors that are raised here as well.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory, self._read_only = directory, read_only
-        self._told = sys.unraisablehook
+        self._hook = sys.unraisablehook
         if not read_only:
-            sys.unraisablehook = self._tell
+            sys.unraisablehook = self._report
         self._chosen = _Chosen()
         if not read_only:
             _set_damaged_aside(directory)
@@ -61,15 +61,15 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: Any, keep: int | None) -> None:
-        """Writes in the background; a checkpoint of that step is left as it is.
+        """Writes in the background; an older checkpoint of the step is left as it is.
 
         Args:
           step: number of the step.
-          state: what is saved.
+          state: pytree of arrays to save.
           keep: step of the checkpoint that is kept beside the latest.
 
         Raises:
-          OSError: if this checkpoint or the one before cannot be written.
+          OSError: if this checkpoint or the checkpoint before cannot be written.
         """
         self._chosen.step = keep
         if step in self._manager.all_steps():
@@ -83,7 +83,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def restore(self, step: int, like: Any) -> Any:
-        """The state of a step.
+        """The state of a step, with the structure, shapes and dtypes of `like`.
 
         Raises:
           ValueError: if there is no such checkpoint, it is of another model, is
@@ -95,7 +95,7 @@ class Checkpoints:
         if _is_damaged(path):
             raise ValueError(
                 f"checkpoint {path} is damaged: the command that has trained it goes "
-                "back to the one before"
+                "back to the checkpoint before"
             )
         try:
             stored = self._manager.item_metadata(step)
@@ -104,17 +104,17 @@ class Checkpoints:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         except _OtherModel as error:
             raise ValueError(str(error)) from None
-        except Exception as error:  # of many libraries
+        except Exception as error:  # raised by many libraries
             raise ValueError(
                 f"checkpoint {path} cannot be read ({_reason(error)}): give it back "
-                "what it lacks, or move it away to go on from the one before"
+                "what it lacks, or move it away to go on from the checkpoint before"
             ) from error
 
     def wait(self) -> None:
-        """Until what was saved is on disk, and sealed.
+        """Waits until all checkpoints are on disk, and seals them.
 
         Raises:
-          OSError: if it cannot be written.
+          OSError: if a checkpoint cannot be written.
         """
         with _writing(self.directory):
             self._manager.wait_until_finished()
@@ -126,27 +126,28 @@ class Checkpoints:
         """Waits and lets go of the directory.
 
         Raises:
-          OSError: if what was saved last cannot be written.
+          OSError: if the last checkpoint cannot be written.
         """
         try:
             self.wait()
-            if sys.unraisablehook == self._tell:
-                sys.unraisablehook = self._told
+            if sys.unraisablehook == self._report:
+                sys.unraisablehook = self._hook
         finally:
             with _writing(self.directory):
                 self._manager.close()
 
-    def _tell(self, unraisable: Any) -> None:
-        """Leaves out what TensorStore's threads say after a write that has failed.
+    def _report(self, unraisable: Any) -> None:
+        """Reports an error that a thread cannot raise, except after a failed write.
 
-        The failure itself is raised; they go on to report to a loop that has ended.
+        The failed write itself is raised; the threads of TensorStore then report to an
+        event loop that has ended.
         """
         if str(unraisable.exc_value) != "Event loop is closed":
-            self._told(unraisable)
+            self._hook(unraisable)
 
 
 class _Chosen(managers.PreservationPolicy):
-    """Keeps the latest, and a chosen step."""
+    """Keeps the latest checkpoints, and the checkpoint of a chosen step."""
 
     step: int | None = None
 
@@ -154,18 +155,19 @@ class _Chosen(managers.PreservationPolicy):
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> list[bool]:
         del context
-        late = {one.step for one in checkpoints[-KEPT:]}
-        return [one.step in late or one.step == self.step for one in checkpoints]
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        return [step in steps[-KEPT:] or step == self.step for step in steps]
 
 
 def _seal(path: Path) -> None:
+    """Seals a checkpoint, unless it is sealed already."""
     seal = path / SEAL
     if not seal.exists():
         write_whole(seal, lambda partial: partial.write_text(_digest(path), "utf-8"))
 
 
 def _is_damaged(path: Path) -> bool:
-    """Whether a checkpoint is not as it was sealed; one without a seal is not."""
+    """Whether a checkpoint differs from its seal; never true without a seal."""
     seal = path / SEAL
     return seal.exists() and seal.read_text("utf-8", "replace") != _digest(path)
 
@@ -195,7 +197,7 @@ def _set_damaged_aside(directory: Path) -> None:
                 os.rename(path, place)
                 warnings.warn(
                     f"checkpoint {path.name} in {directory} is damaged, going back to "
-                    f"the one before; it was moved to {place}",
+                    f"the checkpoint before; it was moved to {place}",
                     stacklevel=3,
                 )
             elif not (path / "_CHECKPOINT_METADATA").exists():
@@ -209,44 +211,47 @@ def _set_damaged_aside(directory: Path) -> None:
 
 @contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Turns errors of writing, of whatever library, into one sentence."""
+    """Turns errors of writing, from any library, into one sentence."""
     try:
         yield
     except Exception as error:
         raise OSError(
-            f"checkpoints in {directory} cannot be written ({_reason(error)}); those "
-            "before are kept"
+            f"checkpoints in {directory} cannot be written ({_reason(error)}); "
+            "earlier checkpoints are kept"
         ) from error
 
 
 def _reason(error: Exception) -> str:
-    """What the system says, if an error is of the system."""
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    if found:
-        return os.strerror(int(found[1]))
+    """The message of the system for its errors, else the message of the error."""
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    if match:
+        return os.strerror(int(match[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 class _OtherModel(Exception):
-    pass
+    """A checkpoint is of another model."""
 
 
 def _check_shapes(path: Path, stored: Any, like: Any) -> None:
+    """Refuses a checkpoint whose arrays have other names or shapes than `like`."""
+
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         return {_name(at): tuple(leaf.shape) for at, leaf in leaves}
 
-    theirs, ours = shapes(getattr(stored, "tree", stored)), shapes(like)
-    for name in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(name) != ours.get(name):
+    saved, expected = shapes(getattr(stored, "tree", stored)), shapes(like)
+    for name in sorted(saved.keys() | expected.keys()):
+        if saved.get(name) != expected.get(name):
             raise _OtherModel(
                 f"checkpoint {path} is of another model: {name} has shape "
-                f"{theirs.get(name, 'none')} there and {ours.get(name, 'none')} here"
+                f"{saved.get(name, 'none')} there and {expected.get(name, 'none')} here"
             )
 
 
 def _name(path: tuple) -> str:
+    """The name of a leaf, its keys joined by dots."""
     parts = (getattr(p, "key", getattr(p, "idx", getattr(p, "name", p))) for p in path)
     return ".".join(map(str, parts))

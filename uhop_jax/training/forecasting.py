@@ -51,11 +51,11 @@ SCHEDULES = {
     "type2": (5, 10, 15, 20, 25),
     "constant": (),
 }
-# External memories of a trained model. `plug` needs no training; `tune` trains what it
-# adds, beside the frozen model.
+# External memories of a trained model. `plug` needs no training; `tune` trains the
+# layers of the memory, beside the frozen model.
 MEMORIES = ("plug", "tune")
 TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
-# Columns of what the best checkpoint is judged by.
+# Columns for the errors of the best checkpoint.
 ERRORS = {"validation_loss": float, "test_mse": float, "test_mae": float}
 
 
@@ -69,7 +69,7 @@ class Cell(NamedTuple):
       arm: name in `ARMS`.
       seed: of start values, order and dropout.
       memory: "", or the external memory that a trained model has, of `MEMORIES`.
-      bank: windows in that memory.
+      bank: windows in the memory.
     """
 
     data: str
@@ -131,12 +131,13 @@ class Forecasting(Application):
         return f"{names}, window {windows}"
 
     def _names(self) -> list[str]:
+        """Names and paths of all series of the config."""
         names = [name.strip() for name in self.config.data.name.split(",")]
         return [name for name in names if name]
 
     def cells(self) -> list[Cell]:
-        """Each model, and after it the same with an external memory."""
-        config, found = self.config, []
+        """Each model, and after it the same model with an external memory."""
+        config, cells = self.config, []
         if not self._names():
             raise ValueError(
                 "data.name must name a data set or a csv file, as in "
@@ -148,11 +149,11 @@ class Forecasting(Application):
             self._places(), config.seeds, config.arms
         ):
             cell = Cell(*place, arm, int(seed))
-            found.append(cell)
+            cells.append(cell)
             if config.external_memory:
                 memory = {"memory": config.external_memory, "bank": config.bank}
-                found.append(cell._replace(**memory))
-        return found
+                cells.append(cell._replace(**memory))
+        return cells
 
     def _places(self) -> list[tuple[str, int, int]]:
         """Data, horizon and window of every comparison."""
@@ -161,7 +162,7 @@ class Forecasting(Application):
         )
 
     def check(self) -> None:
-        """Loads all series, and tries each arm with the first of them."""
+        """Loads all series, and builds each arm for the first."""
         for cell in self.cells():
             self._loaded(*cell[:3])
             if cell.memory:
@@ -174,7 +175,7 @@ class Forecasting(Application):
         return _backbone(cell) if cell.memory == "plug" else cell
 
     def directory(self, cell: Any) -> Path:
-        """Of the model; a memory that is tuned is a run within the model's."""
+        """Directory of the model; a tuned memory is a run within it."""
         several = len([one for one in self.cells() if not one.memory]) > 1
         place = self.workdir
         if several:
@@ -204,17 +205,18 @@ class Forecasting(Application):
 
     @functools.cached_property
     def _loaded(self) -> Callable[[str, int, int], tuple[data.Series, data.Splits]]:
+        """Series and splits of a data set, horizon and window; each is read once."""
         series = functools.cache(self.series)
 
         @functools.cache
         def load(
             name: str, horizon: int, window: int
         ) -> tuple[data.Series, data.Splits]:
-            found = series(name)
+            loaded = series(name)
             split = tuple(self.config.data.split) or name
-            where = data.borders(split, len(found.values))
-            splits = data.splits(found.values, where, in_len=window, out_len=horizon)
-            return found, splits
+            where = data.borders(split, len(loaded.values))
+            splits = data.splits(loaded.values, where, in_len=window, out_len=horizon)
+            return loaded, splits
 
         return load
 
@@ -228,11 +230,11 @@ class Forecasting(Application):
         def score(model: Any, batch: Batch, key: Array | None) -> dict[str, Array]:
             forecast = model(*inputs(batch), key=key, **plugged).astype(jnp.float32)
             error = forecast - batch["targets"]
-            found = {
+            metrics = {
                 "mse": jnp.square(error).mean((-2, -1)),
                 "mae": jnp.abs(error).mean((-2, -1)),
             }
-            return {"loss": found[kind]} | found
+            return {"loss": metrics[kind]} | metrics
 
         def unchanged(batch: Batch, key: Array) -> Batch:
             del key
@@ -250,8 +252,8 @@ class Forecasting(Application):
     def _bank(self, cell: Cell) -> tuple[np.ndarray, np.ndarray]:
         """Windows of the training split, evenly spaced in time, and their futures.
 
-        While a memory is tuned, training windows next to one of these find some of
-        their own future in it; those of validation and test never do.
+        While a memory is tuned, training windows next to a stored window find some of
+        their own future in it; windows of validation and test never do.
         """
         train = self._loaded(*cell[:3])[1].train
         check_count("bank", cell.bank, 1, train.size)
@@ -260,13 +262,13 @@ class Forecasting(Application):
         return whole[:, : train.in_len], whole[:, train.in_len :]
 
     def _plugged(self, cell: Cell) -> dict[str, Array]:
-        """What a model without a memory of its own is called with beside inputs."""
+        """Further arguments of the model: the windows of a plugged memory, or none."""
         if cell.memory != "plug":
             return {}
         return {"bank": jnp.asarray(self._bank(cell)[0])}
 
     def _tuned(self, cell: Cell) -> Callable[[nnx.Rngs], nnx.Module]:
-        """What adds a memory to the best checkpoint of a model that is trained."""
+        """A function that adds a memory to the best checkpoint of a trained model."""
         trainer = self.trainer(_backbone(cell))
         _, state = best_state(trainer, self.goal(), self.directory(_backbone(cell)))
         graphdef, trained = nnx.split(trainer.model(state))
@@ -301,28 +303,29 @@ class Forecasting(Application):
             cheap = baselines.baselines(splits.train, period=series.period)
             judged = baselines.evaluate(cheap, splits.validation)
             tested = baselines.evaluate(cheap, splits.test)
-            for chosen, found in zip(judged, tested, strict=True):
-                row = self._record(Cell(*place, found["method"], 0))
-                row |= {"seed": "", "test_mse": found["mse"], "test_mae": found["mae"]}
-                rows.append(row | {"validation_loss": chosen[kind]})
+            for validation, test in zip(judged, tested, strict=True):
+                row = self._record(Cell(*place, test["method"], 0))
+                row |= {"seed": "", "test_mse": test["mse"], "test_mae": test["mae"]}
+                rows.append(row | {"validation_loss": validation[kind]})
         return rows
 
     def summary(
         self, cell: Any, trainer: Trainer, history: Rows, directory: Path
     ) -> Rows:
-        ours = [row for row in history if row["phase"] == "task"]
-        best = best_epoch(ours, "validation_loss", True)
-        tested = self._tested(cell, trainer, ours[best - 1], directory)
+        epochs = [row for row in history if row["phase"] == "task"]
+        best = best_epoch(epochs, "validation_loss", True)
+        tested = self._tested(cell, trainer, epochs[best - 1], directory)
         row = self._record(cell) | {
             "parameters": trainer.parameters,
-            "epochs": len(ours),
+            "epochs": len(epochs),
             "best_epoch": best,
         }
         row |= {name: tested[name] for name in ERRORS}
-        row |= {name: ours[-1][name] for name in SEPARATIONS}
+        row |= {name: epochs[-1][name] for name in SEPARATIONS}
         return [row]
 
     def _record(self, cell: Cell) -> dict[str, Any]:
+        """The columns of a cell with the paper's numbers; results are empty."""
         row: dict[str, Any] = cell._asdict() | {"arm": cell.label}
         empty = ("parameters", "epochs", "best_epoch", *ERRORS, *SEPARATIONS)
         row |= dict.fromkeys(empty, "")
@@ -347,11 +350,11 @@ class Forecasting(Application):
         judge = Data(trainer)
         row = {"step": step, "bank": cell.bank}
         row["validation_loss"] = best["validation_loss"]
-        if cell.memory == "plug":  # which the run did not have
-            found = judge.evaluate(state, "validation")
-            row["validation_loss"] = float(found["loss"][0])
-        found = judge.evaluate(state, "test")
-        row |= {f"test_{n}": float(found[n][0]) for n in forecasts.METRICS}
+        if cell.memory == "plug":  # the run had no memory
+            metrics = judge.evaluate(state, "validation")
+            row["validation_loss"] = float(metrics["loss"][0])
+        metrics = judge.evaluate(state, "test")
+        row |= {f"test_{n}": float(metrics[n][0]) for n in forecasts.METRICS}
         series, splits = self._loaded(*cell[:3])
         places = np.linspace(0, splits.test.size - 1, forecasts.COLUMNS).astype(int)
         rows = splits.test.rows
@@ -374,16 +377,16 @@ class Forecasting(Application):
         """Errors against window or horizon if there are several, else curves."""
         config, parts = self.config, []
         for name, title in forecasts.labels(self._names()).items():
-            ours = [row for row in rows if row["data"] == name]
+            chosen = [row for row in rows if row["data"] == name]
             if len(config.window) > 1:
                 for horizon in config.horizon:
-                    lot = [row for row in ours if row["horizon"] == horizon]
+                    lot = [row for row in chosen if row["horizon"] == horizon]
                     parts += forecasts.errors(
                         f"{title}, horizon {horizon}", lot, "window"
                     )
                 continue
             if len(config.horizon) > 1:
-                parts += forecasts.errors(title, ours, "horizon")
+                parts += forecasts.errors(title, chosen, "horizon")
                 continue
             for part in ("train", "validation"):
                 long = [
@@ -401,7 +404,7 @@ class Forecasting(Application):
     def predict(
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
-        """Writes `predictions.csv`: what follows the last window of a csv."""
+        """Writes `predictions.csv`: the forecast from the last window of a csv."""
         series, splits = self._loaded(*cell[:3])
         given = self.series(self.config.predict, constant="keep")
         if given.names != series.names:
@@ -433,17 +436,17 @@ class Forecasting(Application):
         state: TrainState,
         windows: Sequence[np.ndarray],
     ) -> Sequence[np.ndarray]:
-        """What follows standardised windows, in the original units."""
+        """Forecasts `(horizon, D)` from standardised windows, in the original units."""
         inputs = jnp.asarray(np.stack(windows), jnp.float32)
-        found = trainer.outputs(state, (inputs,), **self._plugged(cell))
+        outputs = trainer.outputs(state, (inputs,), **self._plugged(cell))
         scaler = self._loaded(*cell[:3])[1].scaler
-        return list(scaler.unscaled(np.asarray(found)))
+        return list(scaler.unscaled(np.asarray(outputs)))
 
 
 def model_of(
     config: ConfigDict, cell: Cell, series: int
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    """What builds the model of a cell.
+    """A function that builds the model of a cell.
 
     Raises:
       ValueError: if a value is out of range.
@@ -484,21 +487,21 @@ def _backbone(cell: Cell) -> Cell:
 
 
 def _file(directory: Path, cell: Cell, name: str) -> Path:
-    """A file of a cell; with a plugged memory it is beside those of its backbone."""
+    """Path of a file of a cell; a plugged memory shares the backbone's directory."""
     return directory / (f"plug_{name}" if cell.memory == "plug" else name)
 
 
 def _splits_of(splits: data.Splits) -> list[Split]:
-    """Train, validation and test; the last two of one length, for one program."""
+    """Train, validation and test; the last two have one length and one program."""
     in_len, out_len = splits.train.in_len, splits.train.out_len
 
     def take(arrays: Mapping[str, Array], index: Array) -> Batch:
         return data.window_batch(arrays["rows"], index, in_len, out_len)
 
     length = max(len(splits.validation.rows), len(splits.test.rows))
-    found = [Split({"rows": splits.train.rows}, splits.train.size, take, by_row=False)]
+    parts = [Split({"rows": splits.train.rows}, splits.train.size, take, by_row=False)]
     for windows in (splits.validation, splits.test):
         missing = length - len(windows.rows)
         rows = np.pad(windows.rows, ((0, missing), (0, 0)))
-        found.append(Split({"rows": rows}, windows.size, take, by_row=False))
-    return found
+        parts.append(Split({"rows": rows}, windows.size, take, by_row=False))
+    return parts

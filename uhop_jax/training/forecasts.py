@@ -1,4 +1,4 @@
-"""What a study of forecasts shows: its table, its figures, and the forecasts."""
+"""Table, figures and files of a study of forecasts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +14,13 @@ from uhop_jax.workdir import write_file, write_table
 
 METRICS = ("mse", "mae")
 COLUMNS = 3  # windows in a figure of forecasts
-SHOWN = 8  # series in it
+SHOWN = 8  # most series in a figure of forecasts
 
 
 def table(rows: Rows) -> str:
     """One line for each data set, horizon, window and arm, beside the paper's.
 
-    Of several windows, that of the least validation loss is marked.
+    Of several windows, the window of least validation loss is marked.
     """
     several = len({row["window"] for row in rows}) > 1
     lines = [["data, horizon, window, arm" if several else "data, horizon, arm"]]
@@ -28,9 +28,9 @@ def table(rows: Rows) -> str:
     order = list(dict.fromkeys((r["data"], r["horizon"]) for r in rows))
     rows = sorted(rows, key=lambda r: order.index((r["data"], r["horizon"])))
     group, label = ("data", "horizon", "arm"), labels([row["data"] for row in rows])
-    for (name, horizon, arm), ours in records.grouped(rows, group).items():
-        best = records.of_least(ours, "window", "validation_loss")
-        for (window,), lot in records.grouped(ours, ("window",)).items():
+    for (name, horizon, arm), members in records.grouped(rows, group).items():
+        best = records.of_least(members, "window", "validation_loss")
+        for (window,), lot in records.grouped(members, ("window",)).items():
             names = [label[name], str(horizon), str(window), arm]
             if several:
                 names[-1] += " *" * (lot[0] in best)
@@ -69,11 +69,11 @@ def errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
 
 
 def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
-    """Writes a csv as that of the series, with the dates that follow its own.
+    """Writes a forecast as a csv like the file of the series, with the next dates.
 
     Args:
       path: file to write.
-      series: what was forecast from its last window.
+      series: series whose last window the forecast starts from.
       ahead: the forecast, `(horizon, D)`, in the units of the series.
     """
     dates = series.following(len(ahead))

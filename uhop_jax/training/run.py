@@ -1,4 +1,4 @@
-"""A run: from the seed, or from where it was interrupted, to its files."""
+"""A run: from its seed, or from its latest checkpoint, to its files."""
 
 import math
 import signal
@@ -18,17 +18,17 @@ from uhop_jax.training.checkpoints import Checkpoints
 from uhop_jax.training.steps import SEPARATIONS, Split, Trainer, TrainState
 from uhop_jax.workdir import AGAIN, read_table, write_file, write_table
 
-CHUNK_SECONDS = 1.0  # of work between two looks at the clock
+CHUNK_SECONDS = 1.0  # of steps between two looks at the clock
 STREAM_BYTES = 256e6  # of examples that are streamed at once
 
 
 class Options(NamedTuple):
-    """How a run is carried out; nothing here changes its results.
+    """Options that change no result of a run.
 
     Attributes:
-      on_device: keep the whole data set in device memory; otherwise it is streamed.
+      on_device: whether device memory holds all examples; otherwise they are streamed.
       checkpoint_seconds: between two checkpoints within an epoch.
-      progress: show how far it is.
+      progress: whether progress is shown.
       title: above the curves of the run.
     """
 
@@ -39,15 +39,15 @@ class Options(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """When a run ends, and what is best.
+    """The end of a run, and the metric of its best epoch.
 
     Attributes:
       epochs: at most.
-      metric: such as `accuracy`, of the validation split; of the test split, if there
-        is no other (then it decides on patience alone, see `judged_epoch`).
-      least: whether less of it is better.
-      patience: epochs without a better one after which the run ends; None never.
-      test_train: also judge the train split after each epoch, without dropout.
+      metric: such as `accuracy`, of the validation split; without such a split, of the
+        test split (then the metric decides on patience only, see `judged_epoch`).
+      least: whether the least value is best.
+      patience: epochs without improvement after which the run ends; None for no limit.
+      test_train: whether each epoch also judges the train split, without dropout.
     """
 
     epochs: int
@@ -58,12 +58,12 @@ class Goal(NamedTuple):
 
 
 def columns(trainer: Trainer, goal: Goal) -> dict[str, type]:
-    """Of `metrics.csv`, with their types."""
-    found: dict[str, type] = {"phase": str, "epoch": int, "step": int, "seed": int}
+    """Columns of `metrics.csv`, with their types."""
+    types: dict[str, type] = {"phase": str, "epoch": int, "step": int, "seed": int}
     parts = ["train", trainer.task.judge, *(["fit"] if goal.test_train else [])]
     for part in parts:
-        found |= {f"{part}_{name}": float for name in trainer.metrics}
-    return found | dict.fromkeys(SEPARATIONS, float)
+        types |= {f"{part}_{name}": float for name in trainer.metrics}
+    return types | dict.fromkeys(SEPARATIONS, float)
 
 
 def train(
@@ -79,8 +79,8 @@ def train(
     the validation or else the test split, and with `test_train` of the train split as
     `fit_`; the separation loss and its gap to `least_separation_loss`, means over the
     layers and the steps of Stage I), `curves.png`, TensorBoard events and checkpoints
-    into `workdir`. Interrupted by a signal, it saves a checkpoint first; killed, it
-    loses at most what came after the last one, and computes that again, bit for bit.
+    into `workdir`. Interrupted by a signal, a run saves a checkpoint first; killed, it
+    loses at most the steps after the last checkpoint, and repeats them bit for bit.
 
     Returns:
       The records of `metrics.csv`.
@@ -165,7 +165,7 @@ def best_state(trainer: Trainer, goal: Goal, workdir: Path) -> tuple[int, TrainS
     """Step and state of the checkpoint that a run is judged by, see `judged_epoch`.
 
     Raises:
-      ValueError: if there is none that can be read.
+      ValueError: if the run has no such checkpoint that can be read.
     """
     directory = workdir / "checkpoints"
     rows = read_table(workdir / "metrics.csv", columns(trainer, goal))
@@ -190,8 +190,8 @@ def judged_epoch(
 ) -> int:
     """Number of the epoch whose checkpoint a run is judged by, from 1; 0 if none is.
 
-    The best epoch by the validation split; the last one where there is no such split,
-    since none is chosen by what it is tested on.
+    The epoch is the best by the validation split. Without such a split it is the last,
+    since the test split must not choose.
     """
     if trainer.task.validation is None:
         return max((r["epoch"] for r in rows if r["phase"] == "task"), default=0)
@@ -201,7 +201,7 @@ def judged_epoch(
 def judged_step(
     trainer: Trainer, goal: Goal, rows: Sequence[Mapping[str, Any]]
 ) -> int | None:
-    """The step at the end of `judged_epoch`; None if there is none."""
+    """The step at the end of `judged_epoch`; None if no epoch is finished."""
     key = ("task", judged_epoch(trainer, goal, rows))
     return next((r["step"] for r in rows if (r["phase"], r["epoch"]) == key), None)
 
@@ -218,8 +218,8 @@ class Data:
     """The examples of a run, on the device or streamed to it.
 
     Args:
-      trainer: whose task they belong to.
-      on_device: keep all of them on the device, once they are used.
+      trainer: trainer of the task that has the examples.
+      on_device: whether examples stay on the device once they are used.
     """
 
     def __init__(self, trainer: Trainer, *, on_device: bool = True):
@@ -230,7 +230,7 @@ class Data:
     def run(
         self, state: TrainState, phase: Phase, epoch: int, first: int
     ) -> Iterator[tuple[int, TrainState]]:
-        """The steps of an epoch from `first` on; yields now and then."""
+        """Runs an epoch from step `first` on; yields step and state by chunks."""
         trainer, split = self.trainer, self.trainer.task.train
         if phase.name == "task":
             order = trainer.order(epoch)
@@ -261,7 +261,7 @@ class Data:
             yield first, state
 
     def evaluate(self, state: TrainState, part: str) -> dict[str, np.ndarray]:
-        """Mean of each metric over a whole split (its name), for each seed."""
+        """Mean of each metric over the split named `part`, `(seeds,)` each."""
         split: Split = getattr(self.trainer.task, part)
         names, batch = self.trainer.metrics, self.trainer.batch_size
         drawn = split.drawn_from is not None
@@ -276,22 +276,25 @@ class Data:
             count = -(-split.size // batch) * batch
         sums = {name: np.zeros(len(self.trainer.keys)) for name in names}
         for arrays, number in self._blocks(split):
-            found = self.trainer.evaluate(
+            totals = self.trainer.evaluate(
                 state, arrays, number, split.take, last, drawn=drawn
             )
             for name in names:
-                sums[name] += np.asarray(found[name], np.float64)
+                sums[name] += np.asarray(totals[name], np.float64)
         return {name: total / count for name, total in sums.items()}
 
     def _resident(self, split: Split) -> bool:
+        """Whether the arrays of a split stay on the device."""
         return self.on_device or not split.by_row
 
     def _arrays(self, split: Split) -> Any:
+        """The arrays of a split on the device, placed once."""
         if id(split) not in self._placed:
             self._placed[id(split)] = self.trainer.place(dict(split.arrays))
         return self._placed[id(split)]
 
     def _blocks(self, split: Split) -> Iterator[tuple[Any, int]]:
+        """Arrays of a split, whole or in parts, and the number of their examples."""
         if self._resident(split):
             yield self._arrays(split), split.size
             return
@@ -303,13 +306,14 @@ class Data:
             yield self.trainer.place(arrays), min(size, split.size - first)
 
     def _streamed_steps(self, split: Split, order: dict[str, np.ndarray]) -> int:
+        """Number of steps whose examples fit into `STREAM_BYTES`."""
         examples = sum(x.shape[0] * x.shape[2] for x in order.values())
         return max(int(STREAM_BYTES / (_row_bytes(split) * examples)), 1)
 
     def _gathered(
         self, split: Split, order: dict[str, np.ndarray], first: int
     ) -> tuple[Any, dict[str, np.ndarray]]:
-        """The examples of some steps, and the order in terms of them."""
+        """The examples of the next steps, and the order as rows among them."""
         rows, parts, begun = {}, [], 0
         for name, index in order.items():
             part = index[:, first : first + self._steps]
@@ -326,11 +330,13 @@ class Data:
 
 
 def _row_bytes(split: Split) -> float:
+    """Bytes of one example."""
     examples = split.drawn_from or split.size
     return max(sum(x.nbytes for x in split.arrays.values()) / examples, 1.0)
 
 
 def _phases(trainer: Trainer, goal: Goal) -> list[Phase]:
+    """The task, after Stage I alone if the schedule has such a phase."""
     task = Phase("task", goal.epochs, trainer.steps_per_epoch)
     stage = trainer.stage_one
     if stage.schedule not in ("warmup", "reference"):
@@ -358,17 +364,17 @@ def _check_whole(
     seeds: Sequence[int],
     step: int,
 ) -> None:
-    """Refuses metrics that lack an epoch which a checkpoint has behind it."""
-    ended, wanted = 0, []
+    """Refuses metrics that lack an epoch from before the checkpoint at `step`."""
+    ended, expected = 0, []
     for phase in phases:
         for epoch in range(1, phase.epochs + 1):
             ended += phase.steps
             if ended > step:
                 break
-            wanted += [(phase.name, epoch, ended, seed) for seed in seeds]
+            expected += [(phase.name, epoch, ended, seed) for seed in seeds]
     keys = ("phase", "epoch", "step", "seed")
-    found = {tuple(row[key] for key in keys) for row in rows}
-    if missing := [key for key in wanted if key not in found]:
+    present = {tuple(row[key] for key in keys) for row in rows}
+    if missing := [key for key in expected if key not in present]:
         name, epoch, _, seed = missing[0]
         raise ValueError(
             f"{path} lacks epoch {epoch} of phase {name}, seed {seed}, which "
@@ -387,24 +393,26 @@ def _records(
     """One record for each seed at the end of an epoch."""
     trainer, seeds = data.trainer, data.trainer.seeds
     sums = {name: np.asarray(x, np.float64) for name, x in state.sums.items()}
-    found: dict[str, Any] = {name: [""] * len(seeds) for name in columns(trainer, goal)}
+    by_seed: dict[str, Any] = {
+        name: [""] * len(seeds) for name in columns(trainer, goal)
+    }
     if phase.name == "task":
         for name in trainer.metrics:
-            found[f"train_{name}"] = sums[name] / sums["examples"]
+            by_seed[f"train_{name}"] = sums[name] / sums["examples"]
         judge = trainer.task.judge
         parts = {judge: judge} | ({"fit": "train"} if goal.test_train else {})
         for prefix, part in parts.items():
             for name, values in data.evaluate(state, part).items():
-                found[f"{prefix}_{name}"] = values
+                by_seed[f"{prefix}_{name}"] = values
     separations = phase.steps
     if phase.name == "task":
         bilevel = trainer.stage_one.schedule == "bilevel"
         separations *= trainer.stage_one.steps if bilevel else 0
     if separations:
-        found |= {name: sums[name] / separations for name in SEPARATIONS}
+        by_seed |= {name: sums[name] / separations for name in SEPARATIONS}
     rows = []
     for number, seed in enumerate(seeds):
-        row: dict[str, Any] = {name: x[number] for name, x in found.items()}
+        row: dict[str, Any] = {name: x[number] for name, x in by_seed.items()}
         row = {name: x if x == "" else float(x) for name, x in row.items()}
         row |= {"phase": phase.name, "epoch": epoch + 1, "step": step, "seed": seed}
         rows.append(row)
@@ -421,23 +429,24 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def best_epoch(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> int:
     """Number of the best epoch of the task, from 1, by the mean over seeds.
 
-    Of equal ones the latest, whose checkpoint is kept. A value that is not finite is
-    never the best, unless all are alike; 0 if there is no epoch.
+    Of equal epochs the latest is best, since its checkpoint is kept. A value that is
+    not finite is best only if no value is finite. Without an epoch the number is 0.
     """
     scores = _scores(rows, metric, least)
     return len(scores) - int(scores[::-1].argmax()) if len(scores) else 0
 
 
 def _scores(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> np.ndarray:
-    """The metric of each epoch of the task, its sign such that larger is better."""
+    """The metric of each epoch of the task, with the sign by which more is better."""
     epochs = records.grouped([r for r in rows if r["phase"] == "task"], ("epoch",))
-    values = np.array([_means(ours)[metric] for ours in epochs.values()])
+    values = np.array([_means(group)[metric] for group in epochs.values()])
     return np.where(np.isfinite(values), -values if least else values, -np.inf)
 
 
 def _patience_is_over(
     rows: Sequence[Mapping[str, Any]], metric: str, goal: Goal
 ) -> bool:
+    """Whether the last `goal.patience` epochs have brought no improvement."""
     if goal.patience is None:
         return False
     scores = _scores(rows, metric, goal.least)
@@ -447,6 +456,7 @@ def _patience_is_over(
 def _check_finite(
     state: TrainState, phase: Phase, epoch: int, checkpoints: Checkpoints
 ) -> None:
+    """Refuses to go on with a loss that is not finite."""
     for name in ("loss", "separation"):
         if not np.isfinite(np.asarray(state.sums[name])).all():
             rate = "train.learning_rate" if name == "loss" else "stage_one.rate"
@@ -459,32 +469,32 @@ def _check_finite(
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects the first SIGINT or SIGTERM, so that the step at hand is finished."""
+    """Collects the first SIGINT or SIGTERM, so that the current steps are finished."""
     caught: list[int] = []
-    before: dict[int, Any] = {}
+    handlers: dict[int, Any] = {}
 
     def note(number: int, frame: Any) -> None:
         del frame
         caught.append(number)
-        for one, handler in before.items():  # a second one acts at once
+        for one, handler in handlers.items():  # a second signal acts at once
             signal.signal(one, handler)
 
     for which in (signal.SIGINT, signal.SIGTERM):
         try:
-            before[which] = signal.signal(which, note)
+            handlers[which] = signal.signal(which, note)
         except ValueError:  # not the main thread
             break
     try:
         yield caught
     finally:
-        for one, handler in before.items():
+        for one, handler in handlers.items():
             signal.signal(one, handler)
 
 
 class Board:
-    """TensorBoard events of a run, made with the first of them.
+    """TensorBoard events of a run; the first makes the directory.
 
-    They are written at once, by no thread, so that errors reach the run.
+    Events are written at once and by no thread, so that errors reach the run.
     """
 
     def __init__(self, directory: Path):
@@ -541,8 +551,8 @@ def _curves(
         curves = records.curves(long, "epoch", "value", "part")
         if all(curves != panel.series for panel in parts):  # the loss may be a metric
             parts.append(plotting.Panel(metric, curves, "epoch", metric))
-    for phase, ours in records.grouped(rows, ("phase",)).items():
-        long = [dict(row, part="separation") for row in ours]
+    for phase, group in records.grouped(rows, ("phase",)).items():
+        long = [dict(row, part="separation") for row in group]
         curves = records.curves(long, "epoch", "separation", "part")
         if curves:
             name = "separation loss" + (", Stage I" if phase[0] != "task" else "")

@@ -24,7 +24,7 @@ from uhop_jax.layers import KernelParam, separation_losses
 from uhop_jax.losses import LOSSES
 
 SCHEDULES = ("none", "bilevel", "warmup", "reference")
-# What a Stage I step adds up, mean over layers: the loss, and how far it is above its
+# Sums over Stage I steps of means over layers: the separation loss, and its gap to the
 # lower bound.
 SEPARATIONS = ("separation", "separation_gap")
 # Streams of random numbers of a seed.
@@ -38,15 +38,15 @@ class Split(NamedTuple):
     """Examples of one part of a data set.
 
     Attributes:
-      arrays: by name, one row for each example (or what `take` makes examples of).
+      arrays: by name; one row for each example, or data from which `take` makes one.
       size: number of examples.
       take: `take(arrays, index)` gives the batch of some examples.
       by_row: whether each array has one row for each example, so that a part of the
         rows can be streamed.
-      drawn_from: examples from which each seed draws `size` at random, once; None where
-        all seeds see the same.
-      by_batch: whether its metrics are means over batches, of which a last one that is
-        not full counts as much as the others, and not means over examples.
+      drawn_from: number of examples from which each seed draws `size` at random, once;
+        None where all seeds see the same.
+      by_batch: whether metrics are means over batches, not over examples; a last batch
+        that is not full then counts as much as a full batch.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -58,18 +58,18 @@ class Split(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is learned.
+    """Model, loss and examples.
 
     Attributes:
       build: `build(rngs)` makes the model.
       score: `score(model, batch, key)` gives metrics by name, one for each example;
-        `loss` is what is minimised. Without a key nothing is random.
+        `loss` is minimised. Without a key nothing is random.
       inputs: `inputs(batch)` gives the arguments of the model, for separation losses.
       augment: `augment(batch, key)` changes a batch before training on it.
       train: examples to learn from.
       test: examples to be judged by.
-      validation: examples by which the best checkpoint is chosen; the test split
-        without them.
+      validation: examples by which the best checkpoint is chosen; without them the test
+        split judges the epochs, and the last is chosen.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -87,18 +87,18 @@ class Task(NamedTuple):
 
 
 class StageOne(NamedTuple):
-    """How kernels are learned beside the task.
+    """Settings of Stage I, which learns kernels beside the task.
 
     Attributes:
       schedule: `none`; `bilevel`, `steps` Stage I steps before each step of the task
-        [algo:bi-level]; `warmup`, `epochs` of Stage I before the first; or `reference`,
-        as the authors' code: like `warmup`, but over all parameters, not kernels alone.
+        [algo:bi-level]; `warmup`, `epochs` of Stage I before the task; or `reference`,
+        as the authors' code: like `warmup`, but over all parameters, not only kernels.
       steps: `N_i`.
-      epochs: of the other two schedules.
+      epochs: of the schedules `warmup` and `reference`.
       batch_size: `B_1`, memory sets in a step.
       rate: of SGD.
       loss: kind of the separation loss.
-      t: its scale.
+      t: scale of the separation loss.
       by_task: whether the task moves the kernels too.
     """
 
@@ -126,9 +126,9 @@ class TrainState(NamedTuple):
     """All that a run carries from step to step, with a leading axis of seeds.
 
     Attributes:
-      kernels: what Stage I moves.
-      rest: the other parameters.
-      optimizer: of the task.
+      kernels: parameters that Stage I moves.
+      rest: all further parameters.
+      optimizer: state of the task's optimizer.
       sums: metrics of the epoch so far, added up over examples.
     """
 
@@ -139,21 +139,22 @@ class TrainState(NamedTuple):
 
 
 def number_of_parameters(model: nnx.Module) -> int:
-    """Numbers that a model learns."""
+    """Number of scalars that a model learns."""
     return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def _check_memory(parameters: int, seeds: int, device: Any) -> None:
     """Refuses a state that memory cannot hold: parameters and moments in float32."""
     needed = 3 * 4 * parameters * seeds
-    there = (device.memory_stats() or {}).get("bytes_limit")
-    if there is None and hasattr(os, "sysconf"):  # a CPU, not under Windows
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if there is not None and needed > there:
+    available = (device.memory_stats() or {}).get("bytes_limit")
+    if available is None and hasattr(os, "sysconf"):  # a CPU, not under Windows
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if available is not None and needed > available:
         raise ValueError(
             f"there is not enough memory for sizes of this config: a model of "
             f"{parameters:,} parameters takes {needed / 1e9:.0f} GB to train for "
-            f"{seeds} seeds, the device has {there / 1e9:.0f}; make model.size smaller"
+            f"{seeds} seeds, the device has {available / 1e9:.0f}; make model.size "
+            "smaller"
         )
 
 
@@ -161,15 +162,15 @@ class Trainer:
     """The compiled functions of a run.
 
     Args:
-      task: what is learned.
+      task: model, loss and examples.
       optimizer: of the task.
-      stage_one: how kernels are learned.
+      stage_one: settings of Stage I.
       batch_size: examples in a step of the task, `B_2`.
       seeds: runs that are trained side by side.
       devices: over which each batch is spread.
 
     Attributes:
-      parameters: numbers that the model learns.
+      parameters: number of scalars that the model learns.
 
     Raises:
       ValueError: if a number is out of range, or batches do not fit the devices.
@@ -223,7 +224,7 @@ class Trainer:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Where states and resident examples are: on every device."""
+        """The sharding of states and resident examples: a copy on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def place(self, tree: Any) -> Any:
@@ -257,7 +258,7 @@ class Trainer:
         return self.place(state._replace(sums=self.no_sums()))
 
     def no_sums(self) -> dict[str, Array]:
-        """Sums of an epoch in which nothing has happened."""
+        """Sums before the first step of an epoch: zeros."""
         names = (*self.metrics, *SEPARATIONS, "examples")
         # Arrays of their own: a state is donated to the step that follows it.
         return {name: jnp.zeros(len(self.keys), jnp.float32) for name in names}
@@ -275,7 +276,7 @@ class Trainer:
 
     @functools.partial(jax.jit, static_argnums=0)
     def order(self, epoch: Array) -> dict[str, Array]:
-        """Which examples each step of an epoch sees, `(seeds, steps, size)`.
+        """Indices of the examples of each step of an epoch, `(seeds, steps, size)`.
 
         The task sees each example once. A last batch that is not full is filled with
         examples that do not count. Stage I draws its batches anew at every step.
@@ -297,9 +298,9 @@ class Trainer:
 
     @functools.partial(jax.jit, static_argnums=0)
     def stage_order(self, epoch: Array) -> Array:
-        """Which examples each step of an epoch of Stage I sees.
+        """Indices of the examples of each step of Stage I, `(seeds, steps, size)`.
 
-        What does not fill a batch is left out, in every epoch another part.
+        Examples that do not fill a batch are left out, in every epoch different ones.
         """
         size = self.task.train.size
         steps = size // self.stage_batch
@@ -312,7 +313,7 @@ class Trainer:
         return jax.vmap(of_seed)(self.keys)
 
     def _drawn(self, key: Array, index: Array) -> Array:
-        """Where the examples of a seed lie, by their number among those it sees."""
+        """Rows of examples, by their numbers among the examples that a seed sees."""
         split = self.task.train
         if split.drawn_from is None:
             return index
@@ -366,8 +367,8 @@ class Trainer:
     ) -> dict[str, Array]:
         """Sums of the metrics over the first `number` examples that `take` gives.
 
-        Those of a last batch that is not full count `last` times. If examples are
-        `drawn`, each seed is judged on those that it is trained on.
+        Examples of a last batch that is not full count `last` times. If examples are
+        `drawn`, each seed is judged on the examples that it is trained on.
         """
         size = self.batch_size
 
@@ -381,9 +382,9 @@ class Trainer:
                 index = jnp.minimum(index, number - 1)
                 index = self._drawn(key, index) if drawn else index
                 batch = self._take(take, arrays, index)
-                found = self.task.score(model, batch, None)
+                metrics = self.task.score(model, batch, None)
                 return {
-                    name: total + (weight * found[name]).sum(dtype=jnp.float32)
+                    name: total + (weight * metrics[name]).sum(dtype=jnp.float32)
                     for name, total in sums.items()
                 }
 
@@ -397,7 +398,7 @@ class Trainer:
     def outputs(
         self, state: TrainState, inputs: tuple, seed: int = 0, **options: Any
     ) -> Array:
-        """What the model of one seed makes of some inputs."""
+        """Outputs of the model of one seed for some inputs."""
         return self.model(state, seed)(*inputs, **options)
 
     def model(self, state: TrainState, seed: int = 0) -> Any:
@@ -410,7 +411,7 @@ class Trainer:
     def _over_seeds(
         self, function: Callable[..., Any], axes: Sequence[int | None]
     ) -> Callable[..., Any]:
-        """`jax.vmap`; a single seed has its axis taken off, which is faster."""
+        """`jax.vmap` over seeds; without the axis, and faster, for a single seed."""
         if len(self.keys) > 1:
             return jax.vmap(function, axes)
 
@@ -425,6 +426,7 @@ class Trainer:
 
     @property
     def _task_moves_kernels(self) -> bool:
+        """Whether the gradient of the task changes kernels too."""
         return self.stage_one.by_task or self.stage_one.schedule == "reference"
 
     def _step(
@@ -458,26 +460,26 @@ class Trainer:
                 learned if self._task_moves_kernels else (state.kernels, learned)
             )
             model = nnx.merge(self.graphdef, kernels, rest)
-            found = self.task.score(model, batch, keys[1])
-            return (counts * found["loss"]).sum() / examples, found
+            metrics = self.task.score(model, batch, keys[1])
+            return (counts * metrics["loss"]).sum() / examples, metrics
 
         learned = (
             (state.kernels, state.rest) if self._task_moves_kernels else state.rest
         )
-        slope, found = jax.grad(loss, has_aux=True)(learned)
-        moves, optimizer = self.optimizer.update(slope, state.optimizer, learned)
-        learned = optax.apply_updates(learned, moves)
+        gradients, metrics = jax.grad(loss, has_aux=True)(learned)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, learned)
+        learned = optax.apply_updates(learned, updates)
         kernels, rest = (
             learned if self._task_moves_kernels else (state.kernels, learned)
         )
         sums = dict(state.sums)
         for name in self.metrics:
-            sums[name] += (counts * found[name]).sum(dtype=jnp.float32)
+            sums[name] += (counts * metrics[name]).sum(dtype=jnp.float32)
         sums["examples"] += examples
         return TrainState(kernels, rest, optimizer, sums)
 
     def _counts(self, number: Array) -> Array:
-        """Which examples of a step count, as 0 and 1: all but those that fill it up."""
+        """Weights of the examples of a step: 1, or 0 for examples that fill it up."""
         first = number % self.steps_per_epoch * self.batch_size
         place = first + jnp.arange(self.batch_size)
         return (place < self.task.train.size).astype(jnp.float32)
@@ -492,24 +494,24 @@ class Trainer:
         def loss(learned: Any) -> tuple[Array, Array]:
             kernels, rest = learned if through else (learned, state.rest)
             model = nnx.merge(self.graphdef, kernels, rest)
-            found = separation_losses(
+            losses = separation_losses(
                 model,
                 *inputs,
                 kind=self.stage_one.loss,
                 t=self.stage_one.t,
                 through=through,
             )
-            return found.loss.mean(), found.gap.mean()
+            return losses.loss.mean(), losses.gap.mean()
 
         learned = (state.kernels, state.rest) if through else state.kernels
-        (value, gap), slope = jax.value_and_grad(loss, has_aux=True)(learned)
+        (value, gap), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
         learned = jax.tree.map(
             lambda w, g: w - jnp.asarray(self.stage_one.rate, w.dtype) * g,
             learned,
-            slope,
+            gradients,
         )
         kernels, rest = learned if through else (learned, state.rest)
         sums = dict(state.sums)
-        for name, found in zip(SEPARATIONS, (value, gap), strict=True):
-            sums[name] = sums[name] + found
+        for name, mean in zip(SEPARATIONS, (value, gap), strict=True):
+            sums[name] = sums[name] + mean
         return state._replace(kernels=kernels, rest=rest, sums=sums)

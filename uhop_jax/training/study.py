@@ -23,22 +23,22 @@ APPLICATIONS: dict[str, type[Application]] = {
     "vision": Vision,
     "forecasting": Forecasting,
 }
-# Files of `configs/` that say what is trained, by task.
+# Files of `configs/` by task.
 CONFIGS = {"vision": "vision", "forecasting": "time_series"}
 
 
 def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
     """Trains every cell of a config of `configs/vision.py` or `configs/time_series.py`.
 
-    Each is a run with its own directory (`workdir` itself if there is but one): config,
-    `metrics.csv`, `curves.png`, TensorBoard events, checkpoints. A run that is finished
-    is not repeated, one that was interrupted goes on. `workdir` gets `results.csv` over
-    all of them; `figure.png` if there are several, and `curves.png` if images are
+    Each cell is a run with its own directory (`workdir` itself for a single run):
+    config, `metrics.csv`, `curves.png`, TensorBoard events, checkpoints. A finished run
+    is not repeated, and an interrupted run goes on. `workdir` gets `results.csv` over
+    all runs; `figure.png` if there are several, and `curves.png` if images are
     classified and their number varies.
 
     With `config.eval_only` or `config.predict` the checkpoint of each run is applied
-    instead: the best by the validation split, and the last where there is none, which
-    the table shows.
+    instead: the best by the validation split or, without such a split, the last. The
+    table of results shows the same checkpoint.
 
     Raises:
       ValueError: if the config cannot be run, or `workdir` holds another run, a run on
@@ -103,7 +103,7 @@ def _train_cells(
 
 
 def _judged(study: Application, cell: Cell) -> str:
-    """What the checkpoint of a run says of `config.predict`, or scores."""
+    """Applies the checkpoint of a run to `config.predict` or to the test split."""
     given, directory = study.config.predict, study.directory(cell)
     if given and not user_path(given).exists():
         raise ValueError(f"predict: no such file or folder: {given}")
@@ -113,14 +113,14 @@ def _judged(study: Application, cell: Cell) -> str:
     step, state = best_state(trainer, study.goal(), directory)
     if study.config.predict:
         with workdirs.claimed(directory, *bound):
-            said = study.predict(cell, trainer, state, directory)
-        return f"checkpoint {step}: {said}"
-    found = Data(trainer, on_device=_options(study.config).on_device).evaluate(
+            message = study.predict(cell, trainer, state, directory)
+        return f"checkpoint {step}: {message}"
+    scores = Data(trainer, on_device=_options(study.config).on_device).evaluate(
         state, "test"
     )
     text = ", ".join(
         f"{name} {records.mean_and_spread(list(values))}"
-        for name, values in found.items()
+        for name, values in scores.items()
     )
     chosen = "best by validation" if trainer.task.validation else "last epoch"
     number = f"{trainer.task.test.size} test examples"
@@ -134,6 +134,7 @@ def _bound(study: Application, cell: Cell) -> tuple[ConfigDict, dict[str, Any]]:
 
 
 def _options(config: ConfigDict) -> Options:
+    """The options of a run that the config names."""
     return Options(config.data.get("on_device", True), config.train.checkpoint_seconds)
 
 
@@ -153,6 +154,7 @@ def _fixed(study: Application, cell: Cell | None = None) -> ConfigDict:
 
 
 def _files(workdir: Path) -> Iterator[str]:
+    """Names of the files of a study; a slash marks directories."""
     for path in sorted(workdir.iterdir()):
         if not path.name.startswith("."):
             yield path.name + "/" * path.is_dir()

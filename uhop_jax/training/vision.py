@@ -79,19 +79,21 @@ class Vision(Application):
 
     @functools.cached_property
     def images(self) -> dict[str, Images]:
-        """The train split, and the images that judge."""
+        """Images of the splits; images held out of `train` replace `test`."""
         options = self.config.data
-        found = {
+        splits = {
             split: data.labelled_images(
                 options.name, split=split, directory=options.dir or None
             )
             for split in ("train", "test")
         }
         if options.held_out:
-            found["train"], found["test"] = held_out(found["train"], options.held_out)
+            splits["train"], splits["test"] = held_out(
+                splits["train"], options.held_out
+            )
         if options.test_limit:
-            found["test"] = data.subset(found["test"], options.test_limit)
-        return found
+            splits["test"] = data.subset(splits["test"], options.test_limit)
+        return splits
 
     def read(self, cell: Any) -> dict[str, Any]:
         del cell
@@ -110,9 +112,9 @@ class Vision(Application):
     @property
     def title(self) -> str:
         name = Path(self.config.data.name).name
-        number, apart = len(self.config.seeds), self.config.data.held_out
+        number, drawn = len(self.config.seeds), self.config.data.held_out
         text = f"{name}, {self.config.model.name}, {number} seed{'s' * (number > 1)}"
-        return text + f", judged by {apart} training images held out" * (apart > 0)
+        return text + f", judged by {drawn} training images held out" * (drawn > 0)
 
     def curves_title(self, cell: Any) -> str:
         return f"{Path(self.config.data.name).name}, {cell.title}"
@@ -156,8 +158,8 @@ class Vision(Application):
         config = self.config
         part = "fit" if config.train.test_train else "train"
         rows = []
-        ours = [row for row in history if row["phase"] == "task"]
-        for (seed,), epochs in records.grouped(ours, ("seed",)).items():
+        task_rows = [row for row in history if row["phase"] == "task"]
+        for (seed,), epochs in records.grouped(task_rows, ("seed",)).items():
             rows.append(
                 {
                     "data": config.data.name,
@@ -176,17 +178,17 @@ class Vision(Application):
         return rows
 
     def report(self, rows: Rows) -> str:
-        """One line for each run: what the paper's table shows, and the parameters."""
+        """One line for each run: the columns of the paper's table, and parameters."""
         several = {
             name: len({row[name] for row in rows}) > 1 for name in ("size", "patch")
         }
-        extra = [name for name, wanted in several.items() if wanted]
+        extra = [name for name, varies in several.items() if varies]
         lines = [["arm", *extra, "parameters", "max train acc. %", "test acc. %"]]
-        for (arm, *_), ours in records.grouped(rows, ("arm", "size", "patch")).items():
-            line = [arm, *(str(ours[0][name] or "all") for name in extra)]
-            line.append(f"{ours[0]['parameters']:,}")
+        for (arm, *_), group in records.grouped(rows, ("arm", "size", "patch")).items():
+            line = [arm, *(str(group[0][name] or "all") for name in extra)]
+            line.append(f"{group[0]['parameters']:,}")
             for name in ("max_train_accuracy", "test_accuracy"):
-                line.append(records.mean_and_spread([100 * row[name] for row in ours]))
+                line.append(records.mean_and_spread([100 * row[name] for row in group]))
             lines.append(line)
         return records.aligned(lines)
 
@@ -212,9 +214,9 @@ class Vision(Application):
                 ("train_loss", "training loss"),
                 ("test_loss", "test loss"),
             ):
-                found = records.curves(long, "epoch", key, "arm")
-                looks = styles(found)
-                panel = plotting.Panel(title, found, "epoch", name, styles=looks)
+                series = records.curves(long, "epoch", key, "arm")
+                looks = styles(series)
+                panel = plotting.Panel(title, series, "epoch", name, styles=looks)
                 curves.append(panel)
         if len(sizes) == 1:
             return {"figure.png": curves}
@@ -228,12 +230,12 @@ class Vision(Application):
                 ("test_accuracy", "test accuracy"),
             ),
         ):
-            ours = [
+            chosen = [
                 dict(r, size=r["size"] or full) for r in rows if r["patch"] == patch
             ]
-            found = records.curves(ours, "size", key, "arm")
-            about = (f"patch {patch}", found, label, name, "log")
-            parts.append(plotting.Panel(*about, styles=styles(found)))
+            series = records.curves(chosen, "size", key, "arm")
+            about = (f"patch {patch}", series, label, name, "log")
+            parts.append(plotting.Panel(*about, styles=styles(series)))
         return {"figure.png": parts, "curves.png": curves}
 
     def predict(
@@ -281,7 +283,7 @@ class Vision(Application):
 
 
 def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task:
-    """The task of a cell on images that are there already.
+    """The task of a cell on loaded images.
 
     Raises:
       ValueError: if a value is out of range, or images do not fit.
@@ -314,9 +316,9 @@ def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task
         target = jax.nn.one_hot(batch["labels"], classes, dtype=jnp.float32)
         if key is not None and smoothing:
             target = optax.smooth_labels(target, smoothing)
-        right = logits.argmax(-1) == batch["labels"]
+        correct = logits.argmax(-1) == batch["labels"]
         loss = optax.softmax_cross_entropy(logits, target)
-        return {"loss": loss, "accuracy": right.astype(jnp.float32)}
+        return {"loss": loss, "accuracy": correct.astype(jnp.float32)}
 
     def changed(batch: Batch, key: Array) -> Batch:
         return dict(batch, images=augmented(batch["images"], key, flip, crop))
@@ -335,7 +337,7 @@ def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task
 def model_of(
     config: ConfigDict, cell: Cell, image_shape: Any, classes: int
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    """What builds the model of a cell.
+    """A function that builds the model of a cell.
 
     Raises:
       ValueError: if a value is out of range.
@@ -385,6 +387,7 @@ def model_of(
 
 
 def _rows(arrays: Mapping[str, Array], index: Array) -> Batch:
+    """Some rows of each array."""
     return {name: array[index] for name, array in arrays.items()}
 
 
@@ -411,15 +414,15 @@ def standardised(
 ) -> Float[Array, "*batch height width channels"]:
     """Pixels with mean 0 and standard deviation 1 in each channel of the train split.
 
-    The authors' code does so too (`image_classification.py`), with numbers for CIFAR-10
-    alone that it uses for CIFAR-100 as well, and others for the test split, a tenth of
-    a grey level away.
+    The authors' code does so too (`image_classification.py`). It uses the numbers of
+    CIFAR-10 for CIFAR-100 as well, and for the test split numbers that differ by a
+    tenth of a grey level.
     """
     return (images.astype(jnp.float32) - statistics.mean) / statistics.deviation
 
 
 def held_out(train: Images, number: int) -> tuple[Images, Images]:
-    """The train split without some images drawn at random, and those.
+    """The train split without some images drawn at random, and the drawn images.
 
     Raises:
       ValueError: if nothing is left to train on.
@@ -427,10 +430,10 @@ def held_out(train: Images, number: int) -> tuple[Images, Images]:
     check_count("data.held_out", number, 1, len(train.raw) - 1)
     order = np.random.default_rng(0).permutation(len(train.raw))
     parts = np.sort(order[:-number]), np.sort(order[-number:])
-    rest, apart = (
+    kept, drawn = (
         train._replace(raw=train.raw[part], labels=train.labels[part]) for part in parts
     )
-    return rest, apart
+    return kept, drawn
 
 
 def augmented(
