@@ -208,7 +208,7 @@ def draw(name: str) -> None:
     if "task" not in config:
         rows = [row | {"setting": str(row["setting"])} for row in rows]
         parts = EXPERIMENTS[config.variant].figure(rows)
-        figures.save(path, parts, sweep.title_of(config))
+        figures.draw(path, parts, sweep.title_of(config))
     elif config.task == "vision":
         study, histories = Vision(config), {}
         for row in rows:

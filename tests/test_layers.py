@@ -792,7 +792,7 @@ def test_separation_losses_of_layers_in_a_loop_or_a_map():
         def __init__(self, layers, one_after_the_other):
             graph, state = nnx.split(layers)
             parts = [jax.tree.map(lambda x, i=i: x[i], state) for i in range(3)]
-            self.layers = nnx.List([nnx.merge(graph, part) for part in parts])
+            self.layers = nnx.data([nnx.merge(graph, part) for part in parts])
             self.scanned = one_after_the_other
 
         def __call__(self, x):

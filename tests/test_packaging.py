@@ -96,10 +96,10 @@ def test_commands_find_their_configs_from_anywhere(tmp_path, script):
 
 @pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
 def test_help_explains_every_key_of_every_variant(name, monkeypatch):
-    path = ROOT / "configs" / f"{name}.py"
+    path = configs()[name]
     for variant in config_module(name).VARIANTS:
         monkeypatch.setattr(sys, "argv", ["x", f"--config={path}:{variant}", "--help"])
-        printed = command_line._help(command_line.configs(), "vision")
+        printed = command_line._help(configs(), "vision")
         assert printed.startswith(config_module(name).__doc__.rstrip())
         keys = re.findall(r"^  --config\.(\S+?)=(.*)$", printed, re.MULTILINE)
         assert len(keys) > 10

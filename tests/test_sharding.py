@@ -94,15 +94,15 @@ similarities = [uhop.Dot(kernel), uhop.Cosine(), uhop.NegativeSquaredL2(),
                 uhop.NegativeL2(), uhop.NegativeL1()]
 def layer(kind=layers.Hopfield, *sizes, **options):
     return kind(*sizes or (8,), num_heads=2, rngs=nnx.Rngs(0), **options)
-modules = nnx.List([
+modules = [
     layer(kernel=True), layer(separation=sparse, steps=2), layer(steps=None),
     layer(separation=uhop.Entmax(1.5), learn_alpha=True, learn_beta=True),
     layer(separation=uhop.TopK(2), bias_pattern=True, zero_memory=True),
     layer(layers.HopfieldPooling, 8, 2, separation=sparse),
     layer(layers.HopfieldLayer, 8, 6, separation=sparse),
     layers.HopfieldAttention(2, 8, separation=sparse, rngs=nnx.Rngs(0)),
-])
-graph, parameters = nnx.split(modules)
+]
+graphs, parameters = zip(*map(nnx.split, modules), strict=True)
 
 def results(memories, parameters, queries, bags):
     for s in separations:
@@ -116,7 +116,7 @@ def results(memories, parameters, queries, bags):
     yield uhop.trajectory(memories, queries, separation=sparse, **options).patterns
     seen = queries > -0.5
     yield uhop.retrieve(memories, queries, observed=seen, **options).state
-    for module in nnx.merge(graph, parameters):
+    for module in map(nnx.merge, graphs, parameters):
         yield module(bags)
 
 def few(memories, parameters, queries, bags):

@@ -130,21 +130,18 @@ def _comparison(rows: Rows, title: str) -> Comparison:
     return Comparison(title, groups, ERROR, line=line, styles=styles(rows))
 
 
-def save(path: Path, parts: list[Panel] | list[Comparison], title: str) -> None:
-    """Writes a figure whole or not at all; the title says what the error bars are."""
+def draw(path: Path, parts: list[Panel] | list[Comparison], title: str) -> None:
+    """Draws a figure; the title says what the error bars are."""
     compared = [part for part in parts if isinstance(part, Comparison)]
     curves = [part for part in parts if isinstance(part, Panel)]
     if compared or not curves[0].points:
         title = f"{title}\n{SPREAD}"
 
-    def write(file: Path) -> None:
-        if compared:
-            columns = 1 if len(compared) < 4 else 2 if len(compared) < 9 else 4
-            plotting.comparisons(file, compared, title=title, columns=columns)
-        else:
-            plotting.panels(file, curves, title=title)
-
-    write_file(path, write)
+    if compared:
+        columns = 1 if len(compared) < 4 else 2 if len(compared) < 9 else 4
+        plotting.comparisons(path, compared, title=title, columns=columns)
+    else:
+        plotting.panels(path, curves, title=title)
 
 
 def images(

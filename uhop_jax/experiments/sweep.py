@@ -5,6 +5,7 @@ where it stopped, and ends with the file of an uninterrupted one.
 """
 
 import dataclasses
+import functools
 import math
 import time
 import zlib
@@ -37,7 +38,7 @@ from uhop_jax.experiments.methods import (
 from uhop_jax.experiments.protocols import Protocol, check, protocol_of, resolve
 from uhop_jax.plotting import Comparison, Panel
 from uhop_jax.progress import Progress
-from uhop_jax.workdir import claimed, fingerprint, read_table, write_table
+from uhop_jax.workdir import claimed, fingerprint, read_table, write_file, write_table
 
 BYTES = 6e8  # most bytes of one block of memory sets
 # Streams of random numbers.
@@ -240,7 +241,8 @@ def _run(
     written = ["config.json", "results.csv", "figure.png"]
     title = title_of(config)
     spread = " (mean ± standard deviation)"
-    figures.save(workdir / "figure.png", experiment.figure(rows), title)
+    draw = functools.partial(figures.draw, parts=experiment.figure(rows), title=title)
+    write_file(workdir / "figure.png", draw)
     if experiment.compare and any(row["method"] == BASELINE for row in rows):
         pairs = records.differences(rows, BASELINE)
         write_table(workdir / "differences.csv", pairs)
