@@ -58,14 +58,16 @@ def judged(claim: Claim, results: Results) -> Judged:
     out, unless that study decides nothing.
     """
     files = {name: results.get(name + claim.part) for name in claim.studies}
-    there = {name: rows for name, rows in files.items() if rows}
-    if not there:
+    present = {name: rows for name, rows in files.items() if rows}
+    if not present:
         return Judged()
-    found = claim.judge(there)
-    if files.keys() - there.keys() - set(claim.beside):
+    judgement = claim.judge(present)
+    if files.keys() - present.keys() - set(claim.beside):
         less = {HOLDS: PARTLY, FAILS: UNDECIDED, NOT_AS_STATED: UNDECIDED}
-        return found._replace(verdict=less.get(found.verdict, found.verdict))
-    return found
+        return judgement._replace(
+            verdict=less.get(judgement.verdict, judgement.verdict)
+        )
+    return judgement
 
 
 def spread(sample: Sequence[float], unit: str = "") -> str:

@@ -33,29 +33,31 @@ def key(row: dict[str, str]) -> tuple:
 
 def compare(results: Path) -> list[tuple[str, tuple, float, float, float]]:
     """Table, key, official mean, our mean and `z` of every number in both files."""
-    ours = defaultdict(list)
+    errors = defaultdict(list)
     with results.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            ours[key(row)].append(float(row["error"]))
-    found = []
+            errors[key(row)].append(float(row["error"]))
+    rows = []
     with OFFICIAL.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            sample = ours.get(key(row), [])
+            sample = errors.get(key(row), [])
             if len(sample) > 1:
                 mean, sd, n = (float(row[name]) for name in ("mean", "sd", "seeds"))
                 pooled = max(sd, float(np.std(sample, ddof=1)))
                 error = pooled * (1 / n + 1 / len(sample)) ** 0.5
                 z = (np.mean(sample) - mean) / max(error, FLOOR)
-                found.append((row["table"], key(row), mean, float(np.mean(sample)), z))
-    return found
+                rows.append((row["table"], key(row), mean, float(np.mean(sample)), z))
+    return rows
 
 
 def main() -> None:
     """Prints every row, and how many are within two and three standard errors."""
     rows = [row for path in sys.argv[1:] for row in compare(Path(path))]
-    for table, about, theirs, mean, z in rows:
+    for table, about, official, mean, z in rows:
         name, *rest = about[4], *about[:4], about[5]
-        print(f"{table:20} {name:20} {rest!s:46} {theirs:9.3g} {mean:9.3g} z {z:5.1f}")
+        print(
+            f"{table:20} {name:20} {rest!s:46} {official:9.3g} {mean:9.3g} z {z:5.1f}"
+        )
     z = np.abs([row[-1] for row in rows])
     print(
         f"{len(z)} rows, {(z <= 2).sum()} within 2 standard errors, {(z <= 3).sum()} "

@@ -18,8 +18,11 @@ def averages(rows: Rows) -> Rows:
     """The mean of each accuracy over the epochs of a run: the area under its curve."""
     return [
         dict(zip(KEYS, key, strict=True))
-        | {name: float(np.mean([row[name] for row in ours])) for name in PARTS.values()}
-        for key, ours in records.grouped(rows, KEYS).items()
+        | {
+            name: float(np.mean([row[name] for row in epochs]))
+            for name in PARTS.values()
+        }
+        for key, epochs in records.grouped(rows, KEYS).items()
     ]
 
 
@@ -29,9 +32,9 @@ def epochs_needed(rows: Rows) -> str:
     The mean over seeds, of one data set and size; "never" if a seed does not reach it.
     """
     runs: dict[str, list[list[float]]] = {"MHM": [], RELEASED: []}
-    for (arm, _), ours in records.grouped(rows, ("arm", "seed")).items():
+    for (arm, _), epochs in records.grouped(rows, ("arm", "seed")).items():
         if arm in runs:
-            ordered = sorted(ours, key=lambda row: row["epoch"])
+            ordered = sorted(epochs, key=lambda row: row["epoch"])
             runs[arm].append([row["train_accuracy"] for row in ordered])
     goal = np.mean([curve[-1] for curve in runs["MHM"]])
     curves = np.asarray(runs[RELEASED])

@@ -127,9 +127,9 @@ def condition_of_proof() -> Finding:
 def mixture() -> Finding:
     """A fixed point that mixes memories, and memories on the sphere."""
     memories = jnp.asarray([[-1.0], [0.0], [1.0]])
-    found = uhop.retrieve(memories, memories[1], beta=1.0, separation=uhop.Entmax(1.5))
-    fixed, one_hot = bool(found.state[0] == 0), bool(found.weights.max() == 1)
-    listed = ", ".join(f"{w:.3f}" for w in found.weights)
+    result = uhop.retrieve(memories, memories[1], beta=1.0, separation=uhop.Entmax(1.5))
+    fixed, one_hot = bool(result.state[0] == 0), bool(result.weights.max() == 1)
+    listed = ", ".join(f"{w:.3f}" for w in result.weights)
     mixed = kept = 0
     for seed in range(20):
         stored = theorems.sphere(seed, 5, 6)

@@ -99,14 +99,16 @@ def other_than_asked(name: str) -> list[str]:
     path = RESULTS / f"{name}.json"
     if name not in STUDIES or not path.exists():
         return []
-    kept, wanted = json.loads(path.read_text("utf-8")), asked(name)
-    if not wanted.get("stage_one", {}).get("steps"):
+    kept, current = json.loads(path.read_text("utf-8")), asked(name)
+    if not current.get("stage_one", {}).get("steps"):
         kept["stage_one"].pop("steps")  # the paper's, filled in by the run
     differing = []
     for key, value in kept.items():
         if isinstance(value, dict):
-            differing += [f"{key}.{k}" for k in value if value[k] != wanted[key].get(k)]
-        elif value != wanted[key]:
+            differing += [
+                f"{key}.{k}" for k in value if value[k] != current[key].get(k)
+            ]
+        elif value != current[key]:
             differing.append(key)
     return differing
 
@@ -128,14 +130,14 @@ def made_by(name: str) -> dict[str, Any]:
 
 def stale() -> dict[str, list[str]]:
     """Result files that are not of the code and the commands as they stand, and why."""
-    found = {}
+    stale_files = {}
     for name in KNOWN:
         if (RESULTS / f"{name}.csv").exists():
             reasons = [f"config.{key}" for key in other_than_asked(name)]
             reasons += provenance.why_stale(made_by(name), kind(name))
             if reasons:
-                found[name] = reasons
-    return found
+                stale_files[name] = reasons
+    return stale_files
 
 
 def missing() -> list[str]:
@@ -176,8 +178,8 @@ def run(name: str, data: str) -> None:
         subprocess.run(arguments, cwd=ROOT, check=True)
         keep(name, workdir)
     else:
-        found = (theorems if name == THEOREMS else corrections).findings()
-        records.write_csv(RESULTS / f"{name}.csv", [f._asdict() for f in found])
+        findings = (theorems if name == THEOREMS else corrections).findings()
+        records.write_csv(RESULTS / f"{name}.csv", [f._asdict() for f in findings])
     provenance.write(RESULTS / f"{name}.made_by.json", record)
 
 

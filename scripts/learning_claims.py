@@ -59,15 +59,15 @@ def change(rows: Rows, arms: tuple[str, str], value: str) -> tuple[float, float]
 
     Over several data sets or sizes: the mean of their gains.
     """
-    found = []
-    for ours in records.grouped(rows, ("data", "size")).values():
-        plain, other = (sample(ours, arm, value) for arm in arms)
+    changes = []
+    for group in records.grouped(rows, ("data", "size")).values():
+        plain, other = (sample(group, arm, value) for arm in arms)
         if plain and other:
-            found.append(gain(plain, other, 100))
-    if not found:
+            changes.append(gain(plain, other, 100))
+    if not changes:
         return None
-    gains, errors = np.asarray(found).T
-    return float(gains.mean()), float(np.sqrt((errors**2).sum()) / len(found))
+    gains, errors = np.asarray(changes).T
+    return float(gains.mean()), float(np.sqrt((errors**2).sum()) / len(changes))
 
 
 def worst(verdicts: Sequence[str]) -> str:
@@ -86,18 +86,18 @@ def of_images(results: Results, *, one_memory: bool = False) -> Rows:
 
     `one_memory`: of CIFAR alone, where an image is one patch.
     """
-    found = []
+    selected = []
     for name, rows in results.items():
         if name == PATCHES or (one_memory and not name.startswith("cifar")):
             continue
         deep = name.endswith("_deep")
-        found += [{**r, "arm": DEEP} if deep else r for r in rows]
-    return found
+        selected += [{**r, "arm": DEEP} if deep else r for r in rows]
+    return selected
 
 
-def shown(found: tuple[float, float], unit: str = "") -> str:
+def shown(estimate: tuple[float, float], unit: str = "") -> str:
     """A gain and its standard error."""
-    return f"{found[0]:+.2f}{unit} ± {found[1]:.2f}"
+    return f"{estimate[0]:+.2f}{unit} ± {estimate[1]:.2f}"
 
 
 def accuracy(data: str, model: str, column: int) -> Callable[[Results], Judged]:
@@ -116,15 +116,15 @@ def accuracy(data: str, model: str, column: int) -> Callable[[Results], Judged]:
         rows, texts, verdict = of_images(results), {}, UNTESTED
         arms = {"reference": f"{base} + U-Hop, reference", "paper": f"{base} + U-Hop"}
         for place, arm in arms.items():
-            found = change(rows, (base, arm), value)
-            if found is None:
+            estimate = change(rows, (base, arm), value)
+            if estimate is None:
                 continue
             texts[place] = f"{points(rows, base, value)}, with U-Hop "
-            texts[place] += f"{points(rows, arm, value)}, gain {shown(found)}"
+            texts[place] += f"{points(rows, arm, value)}, gain {shown(estimate)}"
             if single and place == "paper":
                 texts[place] += f"; {ONE_MEMORY}"
             elif verdict == UNTESTED:
-                verdict = of_gain(*found, stated.uhop[column] - stated.plain[column])
+                verdict = of_gain(*estimate, stated.uhop[column] - stated.plain[column])
         # One memory: the paper's plain numbers of both models are of one function.
         dense = paper.ACCURACIES[data, "MHM"].plain[column]
         apart = abs(stated.plain[column] - dense) > ONE_FUNCTION
@@ -141,21 +141,21 @@ def learning_margin(results: Results) -> Judged:
     """The mean gain in test accuracy over the data sets there are."""
     rows, texts, verdict = of_images(results), {}, UNTESTED
     for place, arm in (("reference", RELEASED), ("paper", ALGORITHM)):
-        found = change(rows, ("MHM", arm), TEST)
-        if found is not None:
+        estimate = change(rows, ("MHM", arm), TEST)
+        if estimate is not None:
             which = ", ".join(
                 data
-                for (data,), ours in records.grouped(rows, ("data",)).items()
-                if change(ours, ("MHM", arm), TEST)
+                for (data,), group in records.grouped(rows, ("data",)).items()
+                if change(group, ("MHM", arm), TEST)
             )
-            texts[place] = f"{shown(found, ' points')} ({which})"
+            texts[place] = f"{shown(estimate, ' points')} ({which})"
             if place == "reference":
-                verdict = of_gain(*found, 100 * paper.LEARNING_MARGIN)
+                verdict = of_gain(*estimate, 100 * paper.LEARNING_MARGIN)
     if "cifar" in texts.get("paper", ""):
         texts["paper"] += f"; on CIFAR {ONE_MEMORY}"
-    found = change(results.get(PATCHES, ()), ("MHM", ALGORITHM), TEST)
-    if found is not None:
-        texts["fair"] = f"{shown(found, ' points')} (Algorithm 2, patches of 8)"
+    estimate = change(results.get(PATCHES, ()), ("MHM", ALGORITHM), TEST)
+    if estimate is not None:
+        texts["fair"] = f"{shown(estimate, ' points')} (Algorithm 2, patches of 8)"
     return Judged(**texts, verdict=verdict)
 
 
@@ -175,9 +175,9 @@ def algorithm_two(results: Results) -> Judged:
     if tiny:
         parts.append(f"Tiny ImageNet, 20 classes, {shown(tiny, ' points')}")
     acts = [
-        of_gain(*found, 100 * paper.LEARNING_MARGIN)
-        for found in (tiny, patches)
-        if found
+        of_gain(*estimate, 100 * paper.LEARNING_MARGIN)
+        for estimate in (tiny, patches)
+        if estimate
     ]
     verdict = worst(acts) if acts else UNTESTED
     if single:
@@ -200,14 +200,16 @@ def work_of_stage_one(results: Results) -> Judged:
         "that loss over the average loss": (RELEASED, DEEP),
     }
     gains = {name: change(rows, arms, TEST) for name, arms in names.items()}
-    parts = [f"{name} {shown(found)}" for name, found in gains.items() if found]
+    parts = [
+        f"{name} {shown(estimate)}" for name, estimate in gains.items() if estimate
+    ]
     texts["reference"] = "; ".join(parts) or "-"
     total, without, stage, *_ = gains.values()
     if total and without and stage:
         verdict = _cause(total, without, stage)
-    for place, ours in (("paper", rows), ("fair", results.get(PATCHES, ()))):
-        found = {c: change(ours, (c, ALGORITHM), TEST) for c in ("MHM", *CONTROLS)}
-        parts = [f"to {control} {shown(x)}" for control, x in found.items() if x]
+    for place, group in (("paper", rows), ("fair", results.get(PATCHES, ()))):
+        estimates = {c: change(group, (c, ALGORITHM), TEST) for c in ("MHM", *CONTROLS)}
+        parts = [f"to {control} {shown(x)}" for control, x in estimates.items() if x]
         if parts and place == "paper":
             parts.append(ONE_MEMORY)
         texts[place] = "; ".join(parts) or "-"
@@ -236,12 +238,14 @@ def complexity(results: Results) -> Judged:
         return Judged()
     says = [FOR if uhop <= 1.01 * plain else AGAINST]
     text = f"{plain:,} parameters without, {uhop:,} with"
-    found = change(rows, ("MHM, matched size", RELEASED), TRAINING)
-    if found is not None:
+    estimate = change(rows, ("MHM, matched size", RELEASED), TRAINING)
+    if estimate is not None:
         text += "; training accuracy over a plain model of as many "
-        text += f"{shown(found)} points"
-        above = found[0] > 2 * found[1]
-        says.append(FOR if above else AGAINST if found[0] < -2 * found[1] else OPEN)
+        text += f"{shown(estimate)} points"
+        above = estimate[0] > 2 * estimate[1]
+        says.append(
+            FOR if above else AGAINST if estimate[0] < -2 * estimate[1] else OPEN
+        )
     return Judged(reference=text, verdict=of_columns(says))
 
 
@@ -253,8 +257,8 @@ def by_size(value: str) -> Callable[[Results], Judged]:
         if not gains:
             return Judged()
         text = "; ".join(
-            f"{data} {size or 'all'}: {shown(found)}"
-            for (data, size), found in gains.items()
+            f"{data} {size or 'all'}: {shown(estimate)}"
+            for (data, size), estimate in gains.items()
         )
         return Judged(reference=text, verdict=_at_every_size(list(gains.values())))
 
@@ -263,12 +267,12 @@ def by_size(value: str) -> Callable[[Results], Judged]:
 
 def gains_by_size(rows: Rows, value: str) -> dict[tuple, tuple[float, float]]:
     """Gains of the released model by data set and size, all images (0) last."""
-    found = {
-        key: change(ours, ("MHM", RELEASED), value)
-        for key, ours in records.grouped(rows, ("data", "size")).items()
+    gains = {
+        key: change(group, ("MHM", RELEASED), value)
+        for key, group in records.grouped(rows, ("data", "size")).items()
     }
-    order = sorted(found, key=lambda key: (key[0], key[1] or np.inf))
-    return {key: x for key in order if (x := found[key]) is not None}
+    order = sorted(gains, key=lambda key: (key[0], key[1] or np.inf))
+    return {key: x for key in order if (x := gains[key]) is not None}
 
 
 def _at_every_size(gains: Sequence[tuple[float, float]]) -> str:
@@ -318,17 +322,17 @@ def forecast(data: str, horizon: int) -> Callable[[Results], Judged]:
         rows = [
             row
             for arm in arms
-            if (ours := [r for r in rows if r["arm"] == arm])
-            for row in records.of_least(ours, "window", "validation_loss")
+            if (group := [r for r in rows if r["arm"] == arm])
+            for row in records.of_least(group, "window", "validation_loss")
         ]
         if not {r["arm"] for r in rows} >= set(arms):
             return Judged()
         texts, verdicts = [], []
         for i, metric in enumerate(("mse", "mae")):
             plain, uhop = (sample(rows, arm, f"test_{metric}") for arm in arms)
-            found, error = gain(plain, uhop)
+            estimate, error = gain(plain, uhop)
             texts.append(f"{metric.upper()} {spread(plain)}, with U-Hop {spread(uhop)}")
-            verdicts.append(of_gain(-found, error, stated.plain[i] - stated.uhop[i]))
+            verdicts.append(of_gain(-estimate, error, stated.plain[i] - stated.uhop[i]))
         return Judged(paper="; ".join(texts), verdict=worst(verdicts))
 
     return judge
@@ -374,14 +378,16 @@ def agreement(results: Mapping[str, Rows]) -> list[Agreement]:
     """Accuracies of the released image code beside ours, where both are there."""
     names = ("vision_reference", "cifar10_table")
     rows = [row for name in names for row in results.get(name, ())]
-    found = []
+    agreements = []
     for where, line in official_runs().items():
         own = [r for r in rows if (r["data"], r["size"], r["arm"]) == where]
         for part, value in (("training", TRAINING), ("test", TEST)):
             if len(own) > 1:
                 accuracies = [100 * r[value] for r in own]
-                found.append(Agreement(*where, part, *_beside(line, part, accuracies)))
-    return found
+                agreements.append(
+                    Agreement(*where, part, *_beside(line, part, accuracies))
+                )
+    return agreements
 
 
 def official_accuracy(line: Mapping[str, str], part: str) -> str:

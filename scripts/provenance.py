@@ -91,9 +91,9 @@ def origin(package: str, name: str) -> str:
     if path_of(module):
         return module
     if is_package(package):
-        for source, found, alias in _from_imports(tree_of(package)):
+        for source, original, alias in _from_imports(tree_of(package)):
             if alias == name and source.startswith(PACKAGE):
-                return origin(source, found)
+                return origin(source, original)
     return package
 
 
@@ -132,14 +132,14 @@ def _from_imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 def modules_of(kind: str) -> tuple[str, ...]:
     """The modules that results of a kind depend on."""
     left_out = INERT | LEFT_OUT.get(kind, {})
-    found: set[str] = set()
+    modules: set[str] = set()
     ahead = list(ENTRIES[kind])
     while ahead:
         module = ahead.pop()
-        if module not in found and module not in left_out:
-            found.add(module)
+        if module not in modules and module not in left_out:
+            modules.add(module)
             ahead += imports_of(module)
-    return tuple(sorted(found))
+    return tuple(sorted(modules))
 
 
 def is_package(module: str) -> bool:

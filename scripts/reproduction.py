@@ -82,12 +82,15 @@ def report() -> str:
         "",
         f"*Cells*: {OF_CELLS}. *Readings*: {OF_COLUMNS}.",
         "",
-        f"Experiments: {_counts([found.verdict for _, found in rows])}. Statements: "
+        f"Experiments: {_counts([judgement.verdict for _, judgement in rows])}. "
+        "Statements: "
         f"{_counts([finding.verdict for finding in statements])}.",
         "",
         "## Experiments",
         "",
-        *_summary("Claim", [(claim.says, found.verdict) for claim, found in rows]),
+        *_summary(
+            "Claim", [(claim.says, judgement.verdict) for claim, judgement in rows]
+        ),
         *_evidence("Claim", [_of_claim(*row) for row in rows]),
         "## Statements",
         "",
@@ -107,7 +110,7 @@ def report() -> str:
         *_summary(
             "Correction",
             [(f.says, f.verdict) for f in corrected]
-            + [(claim.says, found.verdict) for claim, found in settings],
+            + [(claim.says, judgement.verdict) for claim, judgement in settings],
         ),
         *_evidence(
             "Correction",
@@ -125,13 +128,13 @@ def report() -> str:
         "|---|---|---|---|---|",
     ]
     for name, study in STUDIES.items():
-        there = f"[csv](results/{name}.csv)" if results[name] else "-"
+        links = f"[csv](results/{name}.csv)" if results[name] else "-"
         if results.get(f"{name}_curves"):
-            there += f", [every epoch](results/{name}_curves.csv)"
-        made = provenance.label(files.made_by(name)) if results[name] else "-"
+            links += f", [every epoch](results/{name}_curves.csv)"
+        commit = provenance.label(files.made_by(name)) if results[name] else "-"
         command = study.command.replace("|", "\\|")
         text.append(
-            f"| {name} | {there} | {made} | `python {command}` | {study.cost} |"
+            f"| {name} | {links} | {commit} | `python {command}` | {study.cost} |"
         )
     figures = [
         name + part
@@ -146,28 +149,28 @@ def report() -> str:
     return "\n".join(text) + "\n"
 
 
-def _counts(found: list[str]) -> str:
-    counts = Counter(found)
+def _counts(verdicts: list[str]) -> str:
+    counts = Counter(verdicts)
     return ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
 
 
 def _agreement_table(results: claims.Results) -> list[str]:
     """Accuracies of the released image code beside ours, if there are any."""
-    found = learning_claims.agreement(results)
-    if not found:
+    rows = learning_claims.agreement(results)
+    if not rows:
         return []
-    near = sum(abs(row.z) <= 2 for row in found)
+    near = sum(abs(row.z) <= 2 for row in rows)
     return [
         "## Image classification beside the released code",
         "",
-        f"{near} of {len(found)} accuracies are within 2 standard errors of those of "
+        f"{near} of {len(rows)} accuracies are within 2 standard errors of those of "
         "the released code (`tests/official_vision.csv`; where it ran with one seed, "
         "with our standard deviation for both).",
         "",
         "| accuracy, per cent | released code | this library | difference in standard "
         "errors |",
         "|---|---|---|---|",
-        *(_line(r.where, r.official, r.measured, f"{r.z:+.1f}") for r in found),
+        *(_line(r.where, r.official, r.measured, f"{r.z:+.1f}") for r in rows),
         "",
     ]
 
@@ -181,14 +184,14 @@ class Entry(NamedTuple):
     evidence: dict[str, str]
 
 
-def _of_claim(claim: Claim, found: Judged) -> Entry:
-    evidence = dict(zip(("Reference", "Paper", "Fair"), found[:3], strict=True))
+def _of_claim(claim: Claim, judgement: Judged) -> Entry:
+    evidence = dict(zip(("Reference", "Paper", "Fair"), judgement[:3], strict=True))
     evidence["Rule"] = claim.rule
-    if found.verdict == UNTESTED:
+    if judgement.verdict == UNTESTED:
         run = f"python scripts/reproduction.py --run {' '.join(claim.studies)}"
         evidence["To test it"] = claim.missing or run
     evidence["Studies"] = ", ".join(claim.studies)
-    return Entry(claim.says, claim.labels, found.verdict, evidence)
+    return Entry(claim.says, claim.labels, judgement.verdict, evidence)
 
 
 def _of_finding(finding: Finding) -> Entry:
@@ -254,9 +257,9 @@ def main() -> None:
         return
     names = arguments.run or []
     if arguments.run == []:
-        wanted = [*files.missing(), *files.stale()]
-        names = [name for name in wanted if files.affordable(name)]
-        if rest := [name for name in wanted if name not in names]:
+        outdated = [*files.missing(), *files.stale()]
+        names = [name for name in outdated if files.affordable(name)]
+        if rest := [name for name in outdated if name not in names]:
             print(f"not run unless named, since they are long: {', '.join(rest)}")
     if names and (changed := provenance.uncommitted()):
         listed = ", ".join(changed[:3]) + " ..." * (len(changed) > 3)

@@ -48,19 +48,19 @@ def is_ours(method: str) -> bool:
 
 def cells_of(rows: Rows, value: str = "error") -> dict[tuple, dict]:
     """Samples by cell, then by method and setting, then by memory set."""
-    found: dict[tuple, dict] = {}
+    cells: dict[tuple, dict] = {}
     for row in rows:
-        cell = found.setdefault(tuple(row[key] for key in CELL), {})
+        cell = cells.setdefault(tuple(row[key] for key in CELL), {})
         sample = cell.setdefault((row["method"], row["setting"]), {})
         sample[row["run"]] = row[value]
-    return found
+    return cells
 
 
 def protocols(results: Results) -> dict[str, list]:
     """All rows by protocol."""
-    rows = [row for found in results.values() for row in found]
+    rows = [row for study in results.values() for row in study]
     return {
-        name: ours for (name,), ours in records.grouped(rows, ("protocol",)).items()
+        name: group for (name,), group in records.grouped(rows, ("protocol",)).items()
     }
 
 
@@ -157,11 +157,11 @@ def single_step(results: Results) -> Judged:
         parts, gives = [], []
         for name in names:
             for over in (("MHM",), others):
-                found = _margins(rows, name, over)
-                if found and (protocol != "fair" or len(over) == 1):
+                margins = _margins(rows, name, over)
+                if margins and (protocol != "fair" or len(over) == 1):
                     what = "MHM" if len(over) == 1 else "the five baselines"
-                    shown = ", ".join(f"{d} {100 * x:.0f}" for d, x in found.items())
-                    average = float(np.mean(list(found.values())))
+                    shown = ", ".join(f"{d} {100 * x:.0f}" for d, x in margins.items())
+                    average = float(np.mean(list(margins.values())))
                     parts.append(
                         f"{name} over {what} {100 * average:.0f} % on average ({shown})"
                     )
@@ -179,17 +179,17 @@ def _margins(rows: Rows, name: str, over: tuple[str, ...]) -> dict[str, float]:
     The mean over the others of margins in the total error of all memory sizes: in that
     of each size, those of nearly no error would outweigh all.
     """
-    found = {}
-    for (data,), ours in records.grouped(rows, ("data",)).items():
-        cells = [c for c in cells_of(ours).values() if (name, "N=1") in c]
+    by_data = {}
+    for (data,), group in records.grouped(rows, ("data",)).items():
+        cells = [c for c in cells_of(group).values() if (name, "N=1") in c]
         margins = []
         for other in over:
             if cells and all((other, "") in cell for cell in cells):
                 less = sum(mean(cell[name, "N=1"]) for cell in cells)
                 margins.append(1 - less / sum(mean(cell[other, ""]) for cell in cells))
         if margins:
-            found[data] = float(np.mean(margins))
-    return found
+            by_data[data] = float(np.mean(margins))
+    return by_data
 
 
 # -- Near the optimum ------------------------------------------------------------------
@@ -201,11 +201,11 @@ def near_optimum(results: Results) -> Judged:
     for protocol, rows in protocols(results).items():
         near, worst, cells = 0, (-np.inf, ""), cells_of(rows)
         for where, cell in cells.items():
-            found = mean(cell[uhop_of(protocol, where, cell)])
+            error = mean(cell[uhop_of(protocol, where, cell)])
             limit = mean(cell["limit", ""]) if protocol == "fair" else 0.0
-            near += found <= max(1.5 * limit, NEAR[where[0]])
-            if found / NEAR[where[0]] > worst[0]:
-                worst = (found / NEAR[where[0]], f"{place(where)}: {found:.3g}")
+            near += error <= max(1.5 * limit, NEAR[where[0]])
+            if error / NEAR[where[0]] > worst[0]:
+                worst = (error / NEAR[where[0]], f"{place(where)}: {error:.3g}")
         texts[protocol] = f"{near} of {len(cells)} cells; farthest {worst[1]}"
         says.append(of_value(near / len(cells), 0.9, 0.5))
     return Judged(**texts, verdict=of_columns(says))
@@ -257,12 +257,12 @@ def _spearman(rows: Rows) -> float:
 
 def by_steps(rows: Rows, method: str, value: str) -> dict[int, Sample]:
     """Samples of a method at M = 100 by N."""
-    found: dict[int, dict] = {}
+    samples: dict[int, dict] = {}
     for row in rows:
         if row["method"] == method and row["memories"] == 100:
-            sample = found.setdefault(int(row["setting"][2:]), {})
+            sample = samples.setdefault(int(row["setting"][2:]), {})
             sample[row["run"]] = row[value]
-    return dict(sorted(found.items()))
+    return dict(sorted(samples.items()))
 
 
 def _curves(
@@ -270,24 +270,24 @@ def _curves(
 ) -> Iterator[tuple[str, str, dict[int, Sample], int]]:
     """Protocol, data, samples by N, and the paper's N."""
     for protocol, rows in protocols(results).items():
-        for (data,), ours in records.grouped(rows, ("data",)).items():
+        for (data,), group in records.grouped(rows, ("data",)).items():
             method = "U-Hop max" if protocol == "reference" else "U-Hop"
-            yield protocol, data, by_steps(ours, method, value), STEPS["mask", data]
+            yield protocol, data, by_steps(group, method, value), STEPS["mask", data]
 
 
 def decay(results: Results) -> Judged:
     """The error at the paper's N beside that of the least N."""
     texts, says = {}, []
-    for protocol, _, found, number in _curves(results):
-        first, last = min(found), max(found)
-        least = min(found, key=lambda n: mean(found[n]))
+    for protocol, _, samples, number in _curves(results):
+        first, last = min(samples), max(samples)
+        least = min(samples, key=lambda n: mean(samples[n]))
         shown = sorted({first, number, least, last})
-        parts = [f"N = {n}: {spread(list(found[n].values()))}" for n in shown]
-        change = difference(found[number], found[first])
+        parts = [f"N = {n}: {spread(list(samples[n].values()))}" for n in shown]
+        change = difference(samples[number], samples[first])
         parts.append(f"from N = {first} to {number} {change}")
         texts[protocol] = "; ".join(parts)
         fell = change.sign < 0
-        halved = fell and mean(found[number]) <= mean(found[first]) / 2
+        halved = fell and mean(samples[number]) <= mean(samples[first]) / 2
         says.append(FOR if halved else OPEN if fell else AGAINST)
     return Judged(**texts, verdict=of_columns(says))
 
@@ -296,12 +296,16 @@ def wider(results: Results) -> Judged:
     """The smallest separation before Stage I and after the paper's N."""
     texts: dict[str, list[str]] = {}
     says = []
-    for protocol, data, found, number in _curves(results, "delta_min"):
-        pairs = [found[number][run] - found[min(found)][run] for run in found[number]]
+    for protocol, data, samples, number in _curves(results, "delta_min"):
+        pairs = [
+            samples[number][run] - samples[min(samples)][run] for run in samples[number]
+        ]
         sure = len(pairs) > 1 and stats.ttest_1samp(pairs, 0).pvalue <= 0.05
-        before, after = (spread(list(found[n].values())) for n in (min(found), number))
+        before, after = (
+            spread(list(samples[n].values())) for n in (min(samples), number)
+        )
         texts.setdefault(protocol, []).append(
-            f"{data}: {before} at N = {min(found)}, {after} at N = {number}"
+            f"{data}: {before} at N = {min(samples)}, {after} at N = {number}"
         )
         up = np.mean(pairs) > 0
         says.append(OPEN if not sure else FOR if up else AGAINST)
@@ -404,8 +408,8 @@ def metastable(results: Results) -> Judged:
     texts, says = {}, []
     for protocol, rows in protocols(results).items():
         tally, parts = Tally(), []
-        for (data, alpha), ours in records.grouped(rows, ("data", "alpha")).items():
-            sizes = {name: _mixed(ours, name) for name in ("MHM", "U-Hop")}
+        for (data, alpha), group in records.grouped(rows, ("data", "alpha")).items():
+            sizes = {name: _mixed(group, name) for name in ("MHM", "U-Hop")}
             change: Difference = difference(sizes["U-Hop"], sizes["MHM"])
             tally = tally.with_cell(change)
             shown = ", ".join(
@@ -420,8 +424,10 @@ def metastable(results: Results) -> Judged:
 
 def _mixed(rows: Rows, method: str) -> Sample:
     """Memories mixed at the beta of the least error, by memory set."""
-    ours = [row for row in rows if row["method"] == method]
-    return {row["run"]: row["size"] for row in records.of_least(ours, "beta", "error")}
+    selected = [row for row in rows if row["method"] == method]
+    return {
+        row["run"]: row["size"] for row in records.of_least(selected, "beta", "error")
+    }
 
 
 # -- What the experiments' own settings do ---------------------------------------------

@@ -124,24 +124,24 @@ def comparison(study: str, memories: int, cells: Sequence[tuple], limit: bool) -
     text = [line(*head), "|" + "---|" * len(head)]
     rows = {data: rows_of(f"{study}_{data}") for data in ("mnist", "cifar")}
     for title, kind, level in cells:
-        found = [title]
+        entries = [title]
         for data in rows:
             where = {"corruption": kind, "level": level, "memories": memories}
             samples = _samples(rows[data], where)
             fixed = {k: v for k, v in samples.items() if k not in FOUND}
             best = min(fixed, key=lambda name: float(np.mean(fixed[name])))
-            found.append(f"{best} {with_error(fixed[best])}")
-            found += [with_error(samples[name]) for name in FOUND[: 1 + limit]]
-        text.append(line(*found))
+            entries.append(f"{best} {with_error(fixed[best])}")
+            entries += [with_error(samples[name]) for name in FOUND[: 1 + limit]]
+        text.append(line(*entries))
     return "\n".join(text)
 
 
 def _samples(rows: Sequence[dict], where: dict[str, Any]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for row in rows:
         if all(row[key] == value for key, value in where.items()):
-            found.setdefault(row["method"], []).append(row["error"])
-    return found
+            samples.setdefault(row["method"], []).append(row["error"])
+    return samples
 
 
 def agreement() -> str:
@@ -181,7 +181,7 @@ def images() -> str:
 
 def vision_reference() -> str:
     """Accuracies of the released image code beside those of this library."""
-    found = {row[:4]: row for row in learning.agreement(all_results())}
+    agreements = {row[:4]: row for row in learning.agreement(all_results())}
     parts = ("training", "test")
     head = ["CIFAR-10, per cent"]
     for part in parts:
@@ -191,7 +191,7 @@ def vision_reference() -> str:
         number = f"{size:,}" if size else "all"
         cells = [f"{number} images, {NAMES[arm]}"]
         for part in parts:
-            row = found.get((data, size, arm, part))
+            row = agreements.get((data, size, arm, part))
             cells.append(learning.official_accuracy(official, part))
             cells += [row.measured, f"{row.z:+.1f}"] if row else ["-", "-"]
         text.append(line(*cells))

@@ -126,18 +126,18 @@ def stationary() -> Finding:
 def bound() -> Finding:
     """The bound in the balls of random memories."""
     betas = (10.0, 100.0, 1000.0)
-    broken, said, total = 0, dict.fromkeys(betas, 0), 0
+    broken, informative, total = 0, dict.fromkeys(betas, 0), 0
     for seed in range(20):
         memories = sphere(seed, 8, 16)
         radius = float(theory.radius(memories))
         aside = radius * 0.999 * sphere(seed + 50, 8, 16)
         for beta in betas:
             limit = theory.error_bound(memories, beta=beta)
-            found = uhop.retrieve(memories, memories + aside, beta=beta).state
-            broken += int((jnp.linalg.norm(found - memories, axis=-1) > limit).sum())
-            said[beta] += int((limit < 2).sum())
+            states = uhop.retrieve(memories, memories + aside, beta=beta).state
+            broken += int((jnp.linalg.norm(states - memories, axis=-1) > limit).sum())
+            informative[beta] += int((limit < 2).sum())
             total += len(memories)
-    listed = ", ".join(f"{n} at beta {beta:g}" for beta, n in said.items())
+    listed = ", ".join(f"{n} at beta {beta:g}" for beta, n in informative.items())
     return Finding(
         "eqn:error_bound_exp",
         "the error in the ball of a memory is at most "

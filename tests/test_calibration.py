@@ -206,11 +206,11 @@ def test_the_summary_says_what_was_chosen(calibrated):
         rf"{re.escape(model.name)} with (softmax|entmax|sparsemax) at beta ({number}): "
         rf"expected error ({number}) ± ({number}), top-1 ([01]\.\d\d\d)"
     )
-    found = re.fullmatch(pattern, model.summary())
-    assert found, model.summary()
-    assert found[1] == type(model.separation).__name__.lower()
-    assert float(found[2]) == pytest.approx(float(model.beta), rel=0.01)
-    assert float(found[5]) == pytest.approx(float(model.expected_error), rel=0.01)
+    match = re.fullmatch(pattern, model.summary())
+    assert match, model.summary()
+    assert match[1] == type(model.separation).__name__.lower()
+    assert float(match[2]) == pytest.approx(float(model.beta), rel=0.01)
+    assert float(match[5]) == pytest.approx(float(model.expected_error), rel=0.01)
 
 
 @pytest.mark.parametrize("calibrated", one_fast(["mask", "noise"]), indirect=True)
@@ -519,6 +519,6 @@ def test_nan_in_a_table_is_no_error_where_nan_is_looked_for(accuracy):
     }
     expected = calibrate(jax.random.key(1), memories, Mask(0.5), **options)
     with jax.debug_nans(True):
-        found = calibrate(jax.random.key(1), memories, Mask(0.5), **options)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert np.isnan(found.trials).any()
+        model = calibrate(jax.random.key(1), memories, Mask(0.5), **options)
+    jax.tree.map(np.testing.assert_array_equal, model, expected)
+    assert np.isnan(model.trials).any()

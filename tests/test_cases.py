@@ -568,8 +568,8 @@ PATTERNS = np.random.default_rng(3).normal(size=(5, 4))
 def test_uc32_float64_losses_are_exact(kind, normalize):
     options = {"kind": kind, "normalize": normalize, "pairs": "distinct"}
     loss = separation_loss(jnp.asarray(PATTERNS), t=1.3, **options)
-    wanted = naive_loss(PATTERNS, 1.3, **options)
-    np.testing.assert_allclose(loss, wanted, rtol=0, atol=1e-12)
+    expected = naive_loss(PATTERNS, 1.3, **options)
+    np.testing.assert_allclose(loss, expected, rtol=0, atol=1e-12)
     separation = smallest_separation(jnp.asarray(PATTERNS))
     np.testing.assert_allclose(separation, naive_separation(PATTERNS), atol=1e-12)
 

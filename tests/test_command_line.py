@@ -137,8 +137,8 @@ def test_retrieve_says_what_is_wrong_and_writes_nothing(tmp_path):
         "--config.seed=-1": "seed must be at least 0, got -1",
     }
     cases = [[flag] for flag in wrong]
-    found = run_script(tmp_path, "retrieve.py", *cases)
-    for (code, err), message in zip(found, wrong.values(), strict=True):
+    outcomes = run_script(tmp_path, "retrieve.py", *cases)
+    for (code, err), message in zip(outcomes, wrong.values(), strict=True):
         assert code == 2 and message in err, err
         assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "results").exists()
@@ -164,11 +164,11 @@ def test_train_says_what_is_wrong(tmp_path):
         "--workdir=deep": "deep/config.json is damaged, it is no JSON",
     }
     cases = [[flag] if "--config=" in flag else [*tiny, flag] for flag in wrong]
-    found = run_script(tmp_path, "train.py", *cases)
-    for (code, err), message in zip(found, wrong.values(), strict=True):
-        *told, said = err.strip().splitlines()
-        assert code == 2 and message in said, err
-        assert all(" examples, " in line for line in told), err  # progress alone
+    outcomes = run_script(tmp_path, "train.py", *cases)
+    for (code, err), message in zip(outcomes, wrong.values(), strict=True):
+        *progress, sentence = err.strip().splitlines()
+        assert code == 2 and message in sentence, err
+        assert all(" examples, " in line for line in progress), err
     # The default directory is not bound by what failed in it.
     record = json.loads((tmp_path / "results/vision/digits/run.json").read_text())
     assert record["written"] == {}

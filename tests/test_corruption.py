@@ -152,8 +152,8 @@ def test_what_is_not_observed_has_no_say_in_the_likelihood(corrupt):
     query = corrupt(KEY, memories)
     observed = jax.random.bernoulli(jax.random.key(1), 0.6, query.shape)
     hidden = jnp.where(observed, query, jnp.nan)
-    found = corrupt.log_likelihood(memories, hidden, observed=observed)
-    for row, q, seen in zip(found, query, observed, strict=True):
+    likelihood = corrupt.log_likelihood(memories, hidden, observed=observed)
+    for row, q, seen in zip(likelihood, query, observed, strict=True):
         expected = corrupt.log_likelihood(memories[:, seen], q[seen])
         assert np.isfinite(expected).any()
         assert_close(row, expected)
@@ -163,14 +163,14 @@ def test_what_is_not_observed_has_no_say_in_the_likelihood(corrupt):
 def test_known_mask_likelihood_is_over_the_observed_components(fraction):
     memories = jnp.round(images(20, 5))
     query, observed = Mask(fraction, known=True)(KEY, memories)
-    found = jax.jit(Mask(fraction, known=True).log_likelihood)(
+    likelihood = jax.jit(Mask(fraction, known=True).log_likelihood)(
         memories, query, observed=observed
     )
     fits = np.asarray((query[:, None] == memories[None]) | ~observed[:, None])
     seen = np.asarray(observed).sum(-1, keepdims=True)
     p = fits.all(-1) * fraction ** (5 - seen) * (1 - fraction) ** seen
     with np.errstate(divide="ignore"):
-        assert_close(found, np.log(p))
+        assert_close(likelihood, np.log(p))
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.8])

@@ -51,8 +51,8 @@ def test_folded_noise_is_never_negative_and_its_likelihood_is_bayes():
     scale, memories = 0.7, IMAGES[:3, :4]
     query = FoldedNoise(scale)(KEY, memories)
     assert (query >= 0).all() and (query <= 1).all()
-    found = FoldedNoise(scale).log_likelihood(memories, query)
-    for q, row in zip(np.asarray(query), np.asarray(found), strict=True):
+    likelihood = FoldedNoise(scale).log_likelihood(memories, query)
+    for q, row in zip(np.asarray(query), np.asarray(likelihood), strict=True):
         expected = []
         for m in np.asarray(memories):
             density = norm.pdf(q, m, scale) + norm.pdf(-q, m, scale)
@@ -69,9 +69,10 @@ def test_noise_of_no_scale_says_which_memory_a_query_is(scale, dtype):
     memories = IMAGES[:4, :6].astype(dtype).at[0, 0].set(1.0)
     query = jnp.stack([memories[2], memories[0]])
     for noise in (FoldedNoise(scale), Noise(scale)):
-        found = noise.log_likelihood(memories, query)
+        likelihood = noise.log_likelihood(memories, query)
         np.testing.assert_array_equal(
-            jnp.exp(found - found.max(-1, keepdims=True)), jnp.eye(4)[jnp.array([2, 0])]
+            jnp.exp(likelihood - likelihood.max(-1, keepdims=True)),
+            jnp.eye(4)[jnp.array([2, 0])],
         )
 
 
@@ -86,15 +87,17 @@ def test_the_limit_of_no_corruption_is_the_memory_itself(kind):
     )
     # What is a copy of no memory leaves the prior, and no NaN.
     strangers = queries._replace(query=0.5 * memories.at[:, :2].multiply(2.0))
-    found = posterior_weights(corruption, strangers)[0]
-    np.testing.assert_array_equal(found[:2], jnp.eye(2, 4))
-    np.testing.assert_allclose(found[2:], 0.25, rtol=1e-6)
+    weights = posterior_weights(corruption, strangers)[0]
+    np.testing.assert_array_equal(weights[:2], jnp.eye(2, 4))
+    np.testing.assert_allclose(weights[2:], 0.25, rtol=1e-6)
 
 
 def test_what_is_clamped_far_from_a_memory_is_unlikely_and_not_impossible():
     memories = jnp.asarray([[0.0, 0.1], [0.1, 0.0]], jnp.float32)
-    found = FoldedNoise(0.05).log_likelihood(memories, jnp.ones((1, 2), jnp.float32))
-    assert jnp.isfinite(found).all()
+    likelihood = FoldedNoise(0.05).log_likelihood(
+        memories, jnp.ones((1, 2), jnp.float32)
+    )
+    assert jnp.isfinite(likelihood).all()
 
 
 def test_a_block_is_one_square_of_the_size_asked_for():

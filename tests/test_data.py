@@ -29,9 +29,9 @@ def test_prepared_sets_are_the_raw_files(prepared):
     labels = np.frombuffer(labels, np.uint8, offset=8)[:number]
     assert images.pixels.dtype == np.float32 and images.labels.dtype == np.int32
     order = {x.tobytes(): label for x, label in zip(raw, labels, strict=True)}
-    found = np.round(images.pixels * 255).astype(np.uint8)
-    assert len({x.tobytes() for x in found}) == len(order) == number
-    for x, label in zip(found, images.labels, strict=True):
+    pixels = np.round(images.pixels * 255).astype(np.uint8)
+    assert len({x.tobytes() for x in pixels}) == len(order) == number
+    for x, label in zip(pixels, images.labels, strict=True):
         assert order[x.tobytes()] == label
 
     images = data.images("cifar10", split="test", directory=prepared, limit=50)
@@ -42,8 +42,8 @@ def test_prepared_sets_are_the_raw_files(prepared):
     order = {
         x.tobytes(): y for x, y in zip(raw[: LIMIT["cifar10"]], labels, strict=False)
     }
-    found = np.round(images.pixels * 255).astype(np.uint8)
-    for x, label in zip(found, images.labels, strict=True):
+    pixels = np.round(images.pixels * 255).astype(np.uint8)
+    for x, label in zip(pixels, images.labels, strict=True):
         assert order[x.tobytes()] == label
 
 
@@ -490,10 +490,10 @@ def test_paths_may_begin_at_home(tmp_path, monkeypatch):
     assert data.labelled_images("~/set", split="test").classes == ("a", "b")
     (tmp_path / "set" / "test" / "loose.png").touch()
     (tmp_path / "set" / "test" / "b" / "p1.png").rename(tmp_path / "set/test/b/p1.gif")
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         images = data.labelled_images("~/set", split="test")
     assert images.labels.tolist() == [0, 0, 1]
-    ends = [str(warning.message).partition("; ")[2] for warning in said]
+    ends = [str(warning.message).partition("; ")[2] for warning in caught]
     assert ends == ["not read: loose.png", "not read: b/p1.gif"]
     with pytest.raises(ValueError, match="no such file or folder: ~nobody-here/x"):
         data.load("~nobody-here/x.npy")

@@ -42,8 +42,8 @@ def arms(**means):
 )
 def test_a_gain_is_stage_ones_if_it_goes_without_it(without, verdict):
     names = {"MHM": 0.5, RELEASED: 0.55, f"{RELEASED}, no Stage I": without}
-    found = learning_claims.work_of_stage_one({"cifar10_table": arms(**names)})
-    assert found.verdict == verdict and "over MHM +5.00 ± " in found.reference
+    judgement = learning_claims.work_of_stage_one({"cifar10_table": arms(**names)})
+    assert judgement.verdict == verdict and "over MHM +5.00 ± " in judgement.reference
     del names[f"{RELEASED}, no Stage I"]
     rows = arms(**names)
     assert learning_claims.work_of_stage_one({"x": rows}).verdict == UNTESTED
@@ -65,13 +65,13 @@ def test_the_image_table_is_judged_by_the_released_model():
     judge = learning_claims.accuracy("cifar10", "Sparse MHM", 1)
     table = arms(**{"MHM": 0.51, RELEASED: 0.545})
     bilevel = arms(**{"MHM + U-Hop": 0.56})
-    found = judge({"cifar10_table": table, "cifar10_bilevel": bilevel})
-    assert found.verdict == HOLDS and "gain +5.00" in found.paper
-    assert found.paper.endswith(f"the logits by exactly 0: {NOT_AS_STATED}")
-    assert judge({"cifar10_table": table}) == found._replace(paper="-")
+    judgement = judge({"cifar10_table": table, "cifar10_bilevel": bilevel})
+    assert judgement.verdict == HOLDS and "gain +5.00" in judgement.paper
+    assert judgement.paper.endswith(f"the logits by exactly 0: {NOT_AS_STATED}")
+    assert judge({"cifar10_table": table}) == judgement._replace(paper="-")
     # Without the released model Algorithm 2 decides nothing where it cannot act.
     rows = {"cifar10_table": table[:3], "cifar10_bilevel": bilevel}
-    assert judge(rows).verdict == UNTESTED and judge(rows).paper == found.paper
+    assert judge(rows).verdict == UNTESTED and judge(rows).paper == judgement.paper
     tiny = learning_claims.accuracy("tiny_imagenet", "MHM", 1)
     assert tiny({"tiny20": table}).verdict == PARTLY  # 20 of its classes
     only = learning_claims.accuracy("cifar10", "MHM", 1)
@@ -113,11 +113,13 @@ def test_algorithm_two_needs_a_second_memory(patches, verdict):
         "cifar10_table": arms(MHM=0.5),
         "cifar10_bilevel": arms(**{"MHM + U-Hop": 0.56}),
     }
-    found = learning_claims.algorithm_two(results)
-    assert found.verdict == NOT_AS_STATED and "CIFAR +6.00 points" in found.paper
+    judgement = learning_claims.algorithm_two(results)
+    assert (
+        judgement.verdict == NOT_AS_STATED and "CIFAR +6.00 points" in judgement.paper
+    )
     results["patches"] = arms(**{"MHM": 0.5, "MHM + U-Hop": patches})
-    found = learning_claims.algorithm_two(results)
-    assert found.verdict == verdict and "points" in found.fair
+    judgement = learning_claims.algorithm_two(results)
+    assert judgement.verdict == verdict and "points" in judgement.fair
     assert learning_claims.algorithm_two({"cifar10_table": arms(MHM=0.5)}).verdict == (
         UNTESTED
     )
@@ -152,13 +154,13 @@ def test_convergence_is_judged_by_the_curves():
     slow, fast = (0.2, 0.4, 0.5, 0.6), (0.4, 0.62, 0.7, 0.8)
     rows = epochs("MHM", 1000, *slow) + epochs(RELEASED, 1000, *fast)
     both = rows + epochs("MHM", 0, *slow) + epochs(RELEASED, 0, *slow)
-    found = convergence_claims.faster({"a": rows})
-    assert found.verdict == HOLDS
-    assert "mean training accuracy, 1000: +20.50 ± 0.71" in found.reference
-    assert found.reference.endswith("last training accuracy, 1000: 2.0 of 4")
-    found = convergence_claims.faster({"a": both[:16], "b": both[16:]})
-    assert found.verdict == PARTLY and "; all: never in all seeds of 4" in (
-        found.reference
+    judgement = convergence_claims.faster({"a": rows})
+    assert judgement.verdict == HOLDS
+    assert "mean training accuracy, 1000: +20.50 ± 0.71" in judgement.reference
+    assert judgement.reference.endswith("last training accuracy, 1000: 2.0 of 4")
+    judgement = convergence_claims.faster({"a": both[:16], "b": both[16:]})
+    assert judgement.verdict == PARTLY and "; all: never in all seeds of 4" in (
+        judgement.reference
     )
     # Curves are missing as studies are, and no results stand for them.
     claim = row_of("faster convergence at every sample size of CIFAR-10,")

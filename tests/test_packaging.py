@@ -18,12 +18,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_every_package_is_in_the_wheel():
-    found = {
+    packages = {
         ".".join(path.parent.relative_to(ROOT).parts)
         for path in (ROOT / "uhop_jax").glob("**/__init__.py")
     }
     tool = PROJECT["tool"]["setuptools"]
-    assert set(tool["packages"]) == found | {"uhop_jax.configs"}
+    assert set(tool["packages"]) == packages | {"uhop_jax.configs"}
     assert tool["package-dir"] == {"uhop_jax.configs": "configs"}
     assert (ROOT / "uhop_jax" / tool["package-data"]["uhop_jax"][0]).exists()
 

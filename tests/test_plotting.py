@@ -18,13 +18,13 @@ def drawn(monkeypatch, tmp_path):
     """Draws with a function of `plotting`, and gives the figure before it is saved."""
 
     def draw(function, *arguments, **options):
-        found = []
+        saved = []
         for module in ("plotting", "_comparison"):
             monkeypatch.setattr(
-                f"uhop_jax.{module}.save", lambda figure, path: found.append(figure)
+                f"uhop_jax.{module}.save", lambda figure, path: saved.append(figure)
             )
         function(tmp_path / "figure.png", *arguments, **options)
-        return found[0]
+        return saved[0]
 
     return draw
 
@@ -147,8 +147,8 @@ def rows(methods, *, sizes=(100,), levels=(0.5,), settings=("",)):
 
 
 def test_one_size_and_level_are_one_comparison():
-    found = figures.sweep(rows(["MHM", "U-Hop", "l2", LIMIT]))
-    (part,) = found
+    parts = figures.sweep(rows(["MHM", "U-Hop", "l2", LIMIT]))
+    (part,) = parts
     assert list(part.groups) == ["models of the paper", "kernel"]
     assert part.groups["models of the paper"].keys() == {"MHM", "l2"}
     mean, half = part.groups["kernel"]["U-Hop"]
@@ -159,25 +159,25 @@ def test_one_size_and_level_are_one_comparison():
 
 def test_curves_of_many_methods_by_family():
     names = [method.name for method in FAIR]
-    found = figures.sweep(rows([*names, LIMIT], sizes=(10, 20, 50)))
-    assert [part.title for part in found] == [
+    parts = figures.sweep(rows([*names, LIMIT], sizes=(10, 20, 50)))
+    assert [part.title for part in parts] == [
         "mask 0.5, models of the paper",
         "mask 0.5, other fixed similarities",
         "mask 0.5, kernel",
         "mask 0.5, angular kernel",
         "mask 0.5, calibration",
     ]
-    assert all(LIMIT in part.series for part in found)
-    drawn = [name for part in found for name in part.series if name != LIMIT]
+    assert all(LIMIT in part.series for part in parts)
+    drawn = [name for part in parts for name in part.series if name != LIMIT]
     assert sorted(drawn) == sorted(names)
-    assert max(len(part.series) for part in found) <= figures.FEW + 1
+    assert max(len(part.series) for part in parts) <= figures.FEW + 1
 
 
 def test_many_settings_are_split_by_method():
     settings = [f"N={i}" for i in range(6)]
     names = [m.name for m in REFERENCE if m.group == "kernel"]
-    found = figures.sweep(rows(names, sizes=(10, 20, 50), settings=settings))
-    assert [part.title for part in found] == [f"mask 0.5, {name}" for name in names]
+    parts = figures.sweep(rows(names, sizes=(10, 20, 50), settings=settings))
+    assert [part.title for part in parts] == [f"mask 0.5, {name}" for name in names]
     pairs = figures.sweep(rows(names, sizes=(10, 20, 50), settings=settings[:2]))
     assert [len(part.series) for part in pairs] == [8, 2 * len(names) - 8]
     assert figures.sweep(rows(["MHM", "l2"], sizes=(1, 2, 3)))[0].title == "mask 0.5"

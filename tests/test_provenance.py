@@ -32,7 +32,7 @@ def test_a_result_file_says_what_made_it(name):
 def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     (tmp_path / "uhop_jax").mkdir()
-    found = []
+    versions = []
     for text in (
         '"""Doc."""\n\n\ndef f(x):\n    """Says."""\n    return x + 1  # so\n',
         "def f(x):\n    return (x + 1)\n",
@@ -41,10 +41,10 @@ def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
         (tmp_path / "uhop_jax" / "one.py").write_text(text)
         provenance.tree_of.cache_clear()
         provenance.version.cache_clear()
-        found.append(provenance.version("uhop_jax.one"))
+        versions.append(provenance.version("uhop_jax.one"))
     provenance.tree_of.cache_clear()
     provenance.version.cache_clear()
-    assert found[0] == found[1] != found[2]
+    assert versions[0] == versions[1] != versions[2]
 
 
 def test_files_depend_on_what_their_command_imports():

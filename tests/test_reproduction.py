@@ -47,15 +47,15 @@ fig:tiny-1000 fig:tiny-Full tab:img-cls table:time-series abstract sec:intro
 
 def entries(page, title):
     """Label, verdict and evidence of every entry of the page, under its heading."""
-    found = []
+    rows = []
     for text in re.findall(rf"^#### {title} \d+\n(.*?)(?=^#)", page, re.M | re.S):
         line = text.strip().splitlines()[0]
         says, labels, verdict = re.match(
             r"(.*) \((`.*`)\): \*\*(.+)\*\*$", line
         ).groups()
         evidence = dict(re.findall(r"^- \*(.+?)\*: (.*)$", text, re.M))
-        found.append((says, labels.replace("`", "").split(), verdict, evidence))
-    return found
+        rows.append((says, labels.replace("`", "").split(), verdict, evidence))
+    return rows
 
 
 def test_the_page_is_what_the_files_say():
@@ -104,10 +104,10 @@ def test_counts_are_those_of_the_rows():
     for title, text in zip(
         ("Claim", "Statement"), line.split(". Statements: "), strict=True
     ):
-        found = [verdict for _, _, verdict, _ in entries(page, title)]
+        listed = [verdict for _, _, verdict, _ in entries(page, title)]
         for verdict in VERDICTS:
             number = re.search(rf"(\d+) {verdict}(?=[,.]|$)", text)
-            assert found.count(verdict) == (int(number[1]) if number else 0), verdict
+            assert listed.count(verdict) == (int(number[1]) if number else 0), verdict
 
 
 def test_a_number_of_the_page_is_that_of_its_file():
@@ -141,7 +141,7 @@ INFINITE = float("inf")
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("result", "verdict"),
     [
         (verdicts.of_columns([1, 1]), HOLDS),
         (verdicts.of_columns([1, -1]), PARTLY),
@@ -161,20 +161,20 @@ INFINITE = float("inf")
         (theorems.of_counts(0, 3), FAILS),
     ],
 )
-def test_verdicts_follow_from_numbers(found, verdict):
-    assert found == verdict
+def test_verdicts_follow_from_numbers(result, verdict):
+    assert result == verdict
 
 
 def test_differences_are_paired_t_intervals():
     a = {0: 1.0, 1: 2.0, 2: 4.0, 3: 9.0}
     b = {3: 8.0, 2: 3.5, 1: 1.2, 7: 0.0, 0: 0.2}
-    found = verdicts.difference(a, b)
+    change = verdicts.difference(a, b)
     pairs = np.asarray([0.8, 0.8, 0.5, 1.0])
     interval = stats.t.interval(0.95, 3, pairs.mean(), stats.sem(pairs))
     np.testing.assert_allclose(
-        [found.mean - found.half, found.mean + found.half], interval
+        [change.mean - change.half, change.mean + change.half], interval
     )
-    assert found.sign == 1 and verdicts.difference(b, a).sign == -1
+    assert change.sign == 1 and verdicts.difference(b, a).sign == -1
     assert verdicts.Difference(1.0, 1.1).sign == 0
     assert verdicts.Difference(0.009, 0.0).sign == 0  # nothing to tell apart
     assert verdicts.difference({0: 1.0}, {0: 5.0}).sign == 0  # one set has no interval
@@ -216,10 +216,12 @@ OURS = [("cosine", "", 0.1), ("random W", "", 5.0)]
 def test_least_error_is_of_the_papers_baselines_under_every_protocol():
     better, worse = (synthetic(x, "paper") for x in (0.5, 0.9))
     fair = synthetic(0.5, "fair", OURS, setting="N=30")
-    found = retrieval_claims.least_error({"a": better, "b": fair})
-    assert found.verdict == HOLDS and "1 won, 0 tied, 0 lost of 1" in found.paper
+    judgement = retrieval_claims.least_error({"a": better, "b": fair})
+    assert (
+        judgement.verdict == HOLDS and "1 won, 0 tied, 0 lost of 1" in judgement.paper
+    )
     # A cosine that is better stands beside, and changes no verdict.
-    assert "random W: 0 won, 0 tied, 1 lost of 1" in found.fair
+    assert "random W: 0 won, 0 tied, 1 lost of 1" in judgement.fair
     assert retrieval_claims.least_error({"a": worse}).verdict == FAILS
     # Evidence for and against is partly, whichever protocol it comes from.
     for rows in ({"a": worse, "b": fair}, {"a": better, "b": synthetic(0.9, "fair")}):
@@ -231,10 +233,12 @@ def test_the_released_model_meets_baselines_as_released_and_repaired():
     others = [("DAM 10, normalised", "", 0.9)]
     others += [(f"{name}, released sign", "", 9.0) for name in ("l2", "l1")]
     rows = synthetic(0.9, "reference", others, method="U-Hop max")
-    found = retrieval_claims.least_error({"a": rows})
-    assert "as released: 1 won" in found.reference
-    assert "repaired: 0 won, 0 tied, 1 lost" in found.reference  # l1 0.8, nearest first
-    assert found.verdict == PARTLY
+    judgement = retrieval_claims.least_error({"a": rows})
+    assert "as released: 1 won" in judgement.reference
+    assert (
+        "repaired: 0 won, 0 tied, 1 lost" in judgement.reference
+    )  # l1 0.8, nearest first
+    assert judgement.verdict == PARTLY
 
 
 def test_a_missing_study_leaves_a_claim_open():

@@ -956,9 +956,9 @@ def test_any_inverse_temperature(separation, scale):
     options = dict(beta=betas[:, None], separation=separation)
     assert_close(retrieve(memories, query, **options).weights, expected)
     for source in (memories, np.asarray(memories)):
-        found = retrieve_streamed(source, query, top=2, block=1, **options)
-        assert_close(found.weights, -np.sort(-expected))
-        assert_close(found.state / scale, expected @ rows)
+        result = retrieve_streamed(source, query, top=2, block=1, **options)
+        assert_close(result.weights, -np.sort(-expected))
+        assert_close(result.state / scale, expected @ rows)
     fixed = converge(memories, query, **options)
     path = trajectory(memories, query, steps=2, **options)
     assert jnp.isfinite(fixed.pattern).all() and jnp.isfinite(path.patterns).all()
@@ -967,12 +967,12 @@ def test_any_inverse_temperature(separation, scale):
         top = overlaps.max(-1)
         top = np.maximum(top, 0.0) if separation == Softmax1() else top
         own = 0.5 * (rows * rows).sum(-1)
-        found = energy(memories, query, **options)[2:]  # one-hot
-        assert_close(found / scale, np.tile((own - top) / scale, (4, 1)))
+        result = energy(memories, query, **options)[2:]  # one-hot
+        assert_close(result / scale, np.tile((own - top) / scale, (4, 1)))
 
     def total(run, memories, query, beta):
-        found = run(memories, query, beta=beta[:, None], separation=separation)
-        return found.state.sum()
+        result = run(memories, query, beta=beta[:, None], separation=separation)
+        return result.state.sum()
 
     for run in (retrieve, retrieve_streamed):
         loss = functools.partial(total, run)

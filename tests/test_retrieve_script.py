@@ -76,10 +76,10 @@ def read(path):
 
 
 def errors_of(rows):
-    found = {}
+    errors = {}
     for row in rows:
-        found.setdefault(row["method"], []).append(float(row["error"]))
-    return found
+        errors.setdefault(row["method"], []).append(float(row["error"]))
+    return errors
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsy
     names = [m.name for m in FAIR] + ["calibrated", "limit"]
     assert [row["method"] for row in rows] == [n for n in names for _ in range(2)]
     errors = errors_of(rows)
-    for name, found in errors.items():
-        assert np.mean(errors["limit"]) <= np.mean(found) + 1e-6, name
+    for name, sample in errors.items():
+        assert np.mean(errors["limit"]) <= np.mean(sample) + 1e-6, name
     assert np.mean(errors["calibrated"]) <= np.mean(errors["MHM"])
     pairs = {row["method"]: row for row in read(tmp_path / "run" / "differences.csv")}
     expected = np.subtract(errors["cosine"], errors["MHM"])
@@ -186,26 +186,26 @@ def test_the_other_protocols_fix_beta(tmp_path, protocol):
 def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
     changes = {"protocol": protocol, "stage_one.steps": (1, 20), "images": 0}
     changes["methods"] = ("MHM", "U-Hop", "U-Hop max")
-    found = {}
+    losses = {}
     for rates in ((1.0,), (10, 1, 0.1)):
         config = get_config("losses", **changes, **{"stage_one.rates": rates})
         workdir = tmp_path / str(len(rates))
         experiments.run(config, workdir)
         rows = read(workdir / "results.csv")
-        found[len(rates)] = {
+        losses[len(rates)] = {
             (r["method"], r["setting"], r["run"]): float(r["loss"] or 0) for r in rows
         }
     settings = [f"N={n}" for n in (1, 20)]
-    assert {setting for _, setting, _ in found[1]} == {"", *settings}
+    assert {setting for _, setting, _ in losses[1]} == {"", *settings}
     every = [f"{s}, rate {rate}" for rate in ("0.1", "1", "10") for s in settings]
-    assert {setting for _, setting, _ in found[3]} == {"", *every}
+    assert {setting for _, setting, _ in losses[3]} == {"", *every}
     for name in ("U-Hop", "U-Hop max"):
         for run in "01":
-            alone = [found[1][name, s, run] for s in settings]
-            among = [found[3][name, f"{s}, rate 1", run] for s in settings]
+            alone = [losses[1][name, s, run] for s in settings]
+            among = [losses[3][name, f"{s}, rate 1", run] for s in settings]
             np.testing.assert_allclose(among, alone, rtol=1e-4)
             slow, fast = (
-                found[3][name, f"N=20, rate {rate}", run] for rate in ("0.1", "10")
+                losses[3][name, f"N=20, rate {rate}", run] for rate in ("0.1", "10")
             )
             assert slow != among[1] != fast
     typed = [
@@ -458,8 +458,8 @@ def test_differences_are_paired_and_have_the_interval_of_student():
     errors = {"MHM": [1.0, 2.0, 4.0], "new": [0.5, 1.0, 3.5]}
     rows = [
         about | {"method": name, "run": run, "error": error}
-        for name, found in errors.items()
-        for run, error in enumerate(found)
+        for name, sample in errors.items()
+        for run, error in enumerate(sample)
     ]
     base, new = records.differences(rows, "MHM")
     assert (base["difference"], base["ci95"]) == (0, 0)
@@ -497,8 +497,8 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
         "--config.memories=(1,)": "memories must be at least 2, got 1",
     }
     cases = [[f"--workdir={tmp_path / 'r'}", flag] for flag in wrong]
-    found = run_script(tmp_path, "retrieve.py", *cases)
-    for (code, err), message in zip(found, wrong.values(), strict=True):
+    outcomes = run_script(tmp_path, "retrieve.py", *cases)
+    for (code, err), message in zip(outcomes, wrong.values(), strict=True):
         assert code == 2
         assert message in err and "Traceback" not in err
         assert len(err.strip().splitlines()) == 1
@@ -574,8 +574,8 @@ def test_photos_are_stored_reloaded_and_found_by_halves(tmp_path, prepared, coun
     right = [row["query"] == row["memory"] for row in rows]
     assert np.mean(right) >= 0.99
     assert all(0 <= float(row["margin"]) <= 1 for row in rows)
-    found = np.load(tmp_path / "found" / "retrieved.npz")
-    assert found["patterns"].shape == (count, np.prod(shape))
+    retrieved = np.load(tmp_path / "found" / "retrieved.npz")
+    assert retrieved["patterns"].shape == (count, np.prod(shape))
     written = {path.name for path in (tmp_path / "found").glob("[!.]*")}
     assert written == {
         *("config.json", "run.json", "answers.csv", "retrieved.npz"),

@@ -533,8 +533,8 @@ def test_steep_derivatives_to_fifty_digits(alpha):
             for i, a in enumerate(s)
         ]
     for jacobian in (jax.jacfwd, jax.jacrev):
-        found = jax.jit(jacobian(Entmax(alpha)))(z)
-        np.testing.assert_allclose(found, exact, rtol=1e-7, atol=1e-12)
+        result = jax.jit(jacobian(Entmax(alpha)))(z)
+        np.testing.assert_allclose(result, exact, rtol=1e-7, atol=1e-12)
     rows = jnp.asarray([alpha, 1.5])  # mapped: either arithmetic, chosen by row
     gradient = jax.vmap(jax.jacrev(lambda a, z: Entmax(a)(z), (0, 1)), (0, None))
     assert_close(

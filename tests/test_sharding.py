@@ -30,8 +30,8 @@ memories, query = rng.normal(size=(123, 16)), rng.normal(size=(5, 16))
 def gathered(program, size):
     "Sizes of what is gathered that are those of the memories or larger."
     pattern = r"= [a-z0-9]+\\[([0-9,]+)\\][^ ]* all-(?:gather|to-all)(?:-start)?[(]"
-    found = re.findall(pattern, program.as_text())
-    return [x for x in found if np.prod([int(n) for n in x.split(",")]) >= size]
+    shapes = re.findall(pattern, program.as_text())
+    return [x for x in shapes if np.prod([int(n) for n in x.split(",")]) >= size]
 
 def whole(x):
     return np.asarray(jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(
@@ -63,8 +63,8 @@ for fit in (functools.partial(uhop.fit, optimizer=sgd),
             functools.partial(uhop.fit_sgd, rate=0.03, path="gram")):
     @jax.jit
     def run(memories):
-        found = fit(memories, steps=20)
-        return found.kernel, found.loss
+        fitted = fit(memories, steps=20)
+        return fitted.kernel, fitted.loss
     assert not gathered(run.lower(split).compile(), stored.size), fit
     (kernel, loss), alone = run(split), run(jnp.asarray(stored))
     weights = jax.jit(lambda kernel: kernel.weights)
@@ -135,15 +135,15 @@ def fits(sets):
 
 def slopes_of(results):
     def losses(memories, parameters, queries, bags):
-        found = list(results(memories, parameters, queries, bags))
-        return sum((x**2).mean() for x in found), found
+        outputs = list(results(memories, parameters, queries, bags))
+        return sum((x**2).mean() for x in outputs), outputs
     return jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)
 
 def halves_of(results):
     def averaged(memories, parameters, *batch):
         replicated = jax.lax.pcast((memories, parameters), "data", to="varying")
-        (loss, found), slope = slopes_of(results)(*replicated, *batch)
-        return jax.lax.pmean((loss, slope), "data"), found
+        (loss, outputs), slope = slopes_of(results)(*replicated, *batch)
+        return jax.lax.pmean((loss, slope), "data"), outputs
     return jax.shard_map(
         averaged, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")),
         out_specs=((P(), P()), P("data")))
@@ -152,8 +152,8 @@ arguments = memories, parameters, queries, bags
 jax.eval_shape(halves_of(results), *arguments)  # what JAX refuses, it refuses here
 split = dict(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
 jax.eval_shape(jax.shard_map(fits, **split), bags)
-(loss, found), slope = jax.jit(slopes_of(few))(*arguments)
-whole = (loss, slope), found
+(loss, outputs), slope = jax.jit(slopes_of(few))(*arguments)
+whole = (loss, slope), outputs
 parts = jax.jit(halves_of(few))(*arguments)
 for part, whole in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
     np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)

@@ -672,9 +672,9 @@ def test_likelihood_is_near_the_limit(corrupt, rank, most):
     kernel = fit_likelihood(jax.random.key(2), memories, corrupt, rank=rank)
     state = retrieve(memories, query, beta=1.0, similarity=Dot(kernel)).state
     exact = posterior_mean(corrupt, memories, query)
-    found, limit = (((x - target) ** 2).sum(-1).mean() for x in (state, exact))
+    error, limit = (((x - target) ** 2).sum(-1).mean() for x in (state, exact))
     assert limit > 0.3
-    assert found < most * limit
+    assert error < most * limit
 
 
 @pytest.mark.parametrize(("number", "low"), [(20, 10), (25, 12)])
@@ -686,8 +686,8 @@ def test_likelihood_of_few_memories_learns_from_each(number, low):
     query = noise(jax.random.key(2), target)
     state = retrieve(memories, query, beta=1.0, similarity=Dot(kernel)).state
     exact = posterior_mean(noise, memories, query)
-    found, limit = (((x - target) ** 2).mean() for x in (state, exact))
-    assert found < 2 * limit
+    error, limit = (((x - target) ** 2).mean() for x in (state, exact))
+    assert error < 2 * limit
 
 
 def test_likelihood_of_a_value_inside_the_range():
@@ -989,8 +989,8 @@ def test_annealing_and_adam_under_strict_promotion():
     memories = draw(M, D)
     annealed = fit_annealed(KEY, memories, steps=2, restarts=2)
     fitted = fit(memories, optimizer=optax.adam(0.1), steps=2)
-    for found in (annealed, fitted):
-        assert np.isfinite(found.loss).all() and found.loss[-1] < found.loss[0]
+    for result in (annealed, fitted):
+        assert np.isfinite(result.loss).all() and result.loss[-1] < result.loss[0]
 
 
 def test_likelihood_kernel_is_constant_to_derivatives():

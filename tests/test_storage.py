@@ -219,9 +219,9 @@ def test_of_several_writers_the_last_wins(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-        found = load(tmp_path / "memory.npz")
-        wanted = memories[len(found.patterns).bit_length() - 7]
-        np.testing.assert_array_equal(found.patterns, wanted.patterns)
+        loaded = load(tmp_path / "memory.npz")
+        expected = memories[len(loaded.patterns).bit_length() - 7]
+        np.testing.assert_array_equal(loaded.patterns, expected.patterns)
     assert not errors
     assert [path.name for path in tmp_path.iterdir()] == ["memory.npz"]
 
@@ -424,5 +424,5 @@ def test_a_kernel_with_nan_is_refused_at_the_edges(tmp_path):
             call()
     assert not list(tmp_path.iterdir())
     # The functional core lets NaN through, as any function of arrays.
-    found = retrieve(memories, memories, beta=1.0, similarity=Dot(wrong))
-    assert np.isnan(found.state).all()
+    result = retrieve(memories, memories, beta=1.0, similarity=Dot(wrong))
+    assert np.isnan(result.state).all()

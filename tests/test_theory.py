@@ -515,8 +515,8 @@ def test_spherical_code_bounds_are_inside_those_of_the_released_code(dimension):
         lower, upper = theory.spherical_code_bounds(size, dimension)
         s = (2 * math.sqrt(math.pi) / size * half) ** (1 / (dimension - 1))
         # Gamma(D/2 + 1) = D/2 Gamma(D/2)
-        theirs = 0.5 * (s ** (dimension - 1) / dimension) ** (2 / (dimension - 1))
-        assert theirs <= lower <= upper <= 2 * s
+        released = 0.5 * (s ** (dimension - 1) / dimension) ** (2 / (dimension - 1))
+        assert released <= lower <= upper <= 2 * s
 
 
 # -- Metastable states -----------------------------------------------------------------
@@ -789,7 +789,7 @@ def test_bounds_have_the_slopes_of_finite_differences(similarity):
     def statements(memories, beta, distance):
         s, x = similarity, memories
         slack = {"beta": beta, "separation": uj.Sparsemax(), "similarity": s}
-        found = (
+        values = (
             theory.radius(x, similarity=s),
             theory.pattern_separation(x, similarity=s),
             theory.pattern_separation(x, similarity=s, distance=distance),
@@ -798,7 +798,7 @@ def test_bounds_have_the_slopes_of_finite_differences(similarity):
             theory.exact_retrieval_slack(x, distance=distance, **slack),
             theory.weight_error_bound(x, x[:, 0] ** 2),
         )
-        return jnp.stack([part.sum() for part in found])
+        return jnp.stack([part.sum() for part in values])
 
     memories = gaussian(3, 4, 6) / 2
     point = memories, jnp.asarray(1.5), jnp.asarray(0.1)

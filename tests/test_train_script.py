@@ -144,10 +144,10 @@ def test_the_last_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
         pixels = (images.raw[number, ..., 0] * (255 // 16)).astype(np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
     train_and_evaluate(tiny(seeds=(0, 1), predict=str(tmp_path)), finished)
-    found = records(finished / "predictions.csv")
-    assert [row["image"] for row in found] == ["0.png", "1.png", "2.png"]
-    assert all(row["class"] in map(str, range(10)) for row in found)
-    assert all(0.1 <= float(row["probability"]) <= 1 for row in found)
+    predictions = records(finished / "predictions.csv")
+    assert [row["image"] for row in predictions] == ["0.png", "1.png", "2.png"]
+    assert all(row["class"] in map(str, range(10)) for row in predictions)
+    assert all(0.1 <= float(row["probability"]) <= 1 for row in predictions)
     (finished / "predictions.csv").unlink()
     Image.fromarray(np.zeros((9, 8), np.uint8)).save(tmp_path / "0.png")
     with pytest.raises(ValueError, match="takes images of 8 x 8 with 1 channels"):
@@ -202,9 +202,9 @@ def test_images_that_the_user_has(tmp_path, capsys):
                 picture.save(root / split / name / f"{n}.png")
     changes = {"data.name": str(root), "data.test_limit": 0, "sizes": (0,)}
     changes |= {"train.epochs": 1, "train.batch_size": 4}
-    found = labelled_images(str(root), split="test")
-    np.testing.assert_array_equal(found.raw[7, ..., 0], pixels[1, 1, 1])
-    assert found.classes == ("cat", "dog") and list(found.labels) == [0] * 6 + [1] * 6
+    images = labelled_images(str(root), split="test")
+    np.testing.assert_array_equal(images.raw[7, ..., 0], pixels[1, 1, 1])
+    assert images.classes == ("cat", "dog") and list(images.labels) == [0] * 6 + [1] * 6
     train_and_evaluate(tiny(**changes), tmp_path / "run")
     changes["predict"] = str(root / "test" / "dog")
     train_and_evaluate(tiny(**changes), tmp_path / "run")
@@ -285,10 +285,10 @@ def test_other_data_are_refused(finished, monkeypatch):
     """One image that was swapped, for training, scores and predictions."""
 
     def swapped(source, *, split, directory):
-        found = labelled_images(source, split=split, directory=directory)
+        images = labelled_images(source, split=split, directory=directory)
         if split == "train":
-            found.raw[[0, 1]] = found.raw[[1, 0]]
-        return found
+            images.raw[[0, 1]] = images.raw[[1, 0]]
+        return images
 
     monkeypatch.setattr("uhop_jax.data.labelled_images", swapped)
     for changes in ({}, {"eval_only": True}, {"predict": str(finished)}):
@@ -336,9 +336,9 @@ def state_of(workdir):
 
 def assert_same_run(one, two):
     assert (one / "metrics.csv").read_bytes() == (two / "metrics.csv").read_bytes()
-    (step, ours), (other, theirs) = state_of(one), state_of(two)
+    (step, state), (other, other_state) = state_of(one), state_of(two)
     assert step == other
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
@@ -453,10 +453,10 @@ def test_two_processes_train_as_one(tmp_path):
             process.kill()
     one, two = (records(tmp_path / name / "metrics.csv") for name in ("one", "two"))
     assert len(one) == len(two) == 2
-    for ours, theirs in zip(one, two, strict=True):
-        assert ours.pop("phase") == theirs.pop("phase")
-        for name, value in ours.items():
-            assert float(theirs[name]) == pytest.approx(float(value), abs=1e-5), name
+    for first, second in zip(one, two, strict=True):
+        assert first.pop("phase") == second.pop("phase")
+        for name, value in first.items():
+            assert float(second[name]) == pytest.approx(float(value), abs=1e-5), name
 
 
 def test_a_signal_saves_the_step_at_hand(tmp_path):

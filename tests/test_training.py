@@ -49,8 +49,8 @@ def standard_promotion():
 
 
 def digits(number=N):
-    found = labelled_images("digits", split="train")
-    return found._replace(raw=found.raw[:number], labels=found.labels[:number])
+    images = labelled_images("digits", split="train")
+    return images._replace(raw=images.raw[:number], labels=images.labels[:number])
 
 
 def trainer_of(arm="MHM + U-Hop", *, images=None, seeds=(0,), batch=8, **options):
@@ -109,12 +109,12 @@ def test_pieces_streams_and_seeds_equal_one_run():
     assert all(changed(whole.rest, run(trainer, trainer.init(), epoch=1).rest))
 
     together = trainer_of(crop=1, seeds=(3, 0))
-    found = host(run(together, together.init()))
-    ours = jax.tree.map(lambda x: x[1:], (found.kernels, found.rest, found.sums))
-    theirs = (whole.kernels, whole.rest, whole.sums)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    trained = host(run(together, together.init()))
+    later = jax.tree.map(lambda x: x[1:], (trained.kernels, trained.rest, trained.sums))
+    alone = (whole.kernels, whole.rest, whole.sums)
+    for a, b in zip(jax.tree.leaves(later), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
-    assert any((x[0] != x[1]).any() for x in jax.tree.leaves(found.rest))
+    assert any((x[0] != x[1]).any() for x in jax.tree.leaves(trained.rest))
 
 
 def test_an_epoch_sees_every_example_once():
@@ -219,16 +219,16 @@ def squared_errors(errors, batch):
 @pytest.mark.parametrize("on_device", [True, False])
 def test_the_test_split_is_whole_whatever_the_batch(batch, on_device):  # UC-34
     trainer = squared_errors([1, 1, 1, 1, 5], batch)
-    found = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
-    assert_close(found["loss"], [5.8], floor=1e-6)
-    np.testing.assert_allclose(np.sqrt(found["loss"]), [2.40831892], rtol=1e-7)
-    assert_close(found["right"], [0.8], floor=1e-6)
+    scores = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
+    assert_close(scores["loss"], [5.8], floor=1e-6)
+    np.testing.assert_allclose(np.sqrt(scores["loss"]), [2.40831892], rtol=1e-7)
+    assert_close(scores["right"], [0.8], floor=1e-6)
     # A mean over batches, of which the last one counts as a full one.
     split = trainer.task.test._replace(by_batch=True)
     trainer.task = trainer.task._replace(test=split)
-    found = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
-    wanted = {1: 5.8, 2: (1 + 1 + 25) / 3, 3: (1 + (1 + 25) / 2) / 2, 10: 5.8}
-    assert_close(found["loss"], [wanted[batch]], floor=1e-6)
+    scores = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
+    expected = {1: 5.8, 2: (1 + 1 + 25) / 3, 3: (1 + (1 + 25) / 2) / 2, 10: 5.8}
+    assert_close(scores["loss"], [expected[batch]], floor=1e-6)
 
 
 DEVICES = """
@@ -238,15 +238,15 @@ from uhop_jax.training import Data
 jax.config.update("jax_numpy_rank_promotion", "allow")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 assert len(jax.devices()) == 8
-found = []
+results = []
 for devices in (jax.devices()[:1], jax.devices()):
     trainer = trainer_of(devices=devices)
     state = run(trainer, trainer.init())
     test = Data(trainer).evaluate(state, "test")
-    found.append(host((state, test)))
-for a, b in zip(*(jax.tree.leaves(x) for x in found), strict=True):
+    results.append(host((state, test)))
+for a, b in zip(*(jax.tree.leaves(x) for x in results), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-np.testing.assert_array_equal(found[0][1]["accuracy"], found[1][1]["accuracy"])
+np.testing.assert_array_equal(results[0][1]["accuracy"], results[1][1]["accuracy"])
 """
 
 
@@ -406,8 +406,8 @@ def test_with_one_memory_sparse_and_dense_are_one_model():
         model = ViH((4, 4, 1), 5, patch=4, size=8, rngs=nnx.Rngs(0), **options)
         graphdef, state = nnx.split(model)
         logits, pull = jax.vjp(lambda s: nnx.merge(graphdef, s)(images), state)
-        found = pull(jnp.sin(logits))[0]
-        return logits, jax.tree.leaves(nnx.filter_state(found, nnx.Not(KernelParam)))
+        slope = pull(jnp.sin(logits))[0]
+        return logits, jax.tree.leaves(nnx.filter_state(slope, nnx.Not(KernelParam)))
 
     dense = logits_and_slopes(separation="softmax")
     for options in ({"separation": "sparsemax"}, {"kernel": True}):
@@ -453,11 +453,11 @@ def test_each_seed_draws_its_own_examples_once_for_all_epochs():
     # Judged without dropout, a seed sees what it is trained on.
     arrays = trainer.place(dict(train.arrays))
     state = trainer.init()
-    found = trainer.evaluate(state, arrays, 10, train.take, drawn=True)
+    scores = trainer.evaluate(state, arrays, 10, train.take, drawn=True)
     rows = np.asarray(sorted(seen[1][0]))
     part = {name: jnp.asarray(x[rows]) for name, x in train.arrays.items()}
-    wanted = trainer.evaluate(state, part, 10, train.take)
-    assert_close(found["loss"], wanted["loss"], scale=10)
+    expected = trainer.evaluate(state, part, 10, train.take)
+    assert_close(scores["loss"], expected["loss"], scale=10)
 
 
 def test_a_last_batch_that_is_not_full_counts_what_it_holds():
@@ -545,7 +545,7 @@ def test_images_are_standardised_by_their_train_split():
     rng = np.random.default_rng(0)
     images = rng.integers(0, 200, (30, 5, 4, 3)).astype(np.uint8)
     images[..., 2] = 7  # without spread
-    found = np.asarray(standardised(jnp.asarray(images), channel_statistics(images)))
-    flat = found.reshape(-1, 3)
+    pixels = np.asarray(standardised(jnp.asarray(images), channel_statistics(images)))
+    flat = pixels.reshape(-1, 3)
     np.testing.assert_allclose(flat.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(flat.std(0), [1, 1, 0], atol=1e-5)

@@ -42,8 +42,10 @@ def test_a_directory_is_bound_to_config_and_data(tmp_path):
     refused("config.seed=0, this one has 1; give the flags", run, config_of(seed=1))
     refused("config.more=missing, this one has 3", run, config_of(more=3))
     grown = {"x.npy": fingerprint(np.arange(8.0).reshape(4, 2))}
-    wanted = r"another x.npy: it had shape \(3, 2\) and SHA-256 .*, now .* \(4, 2\) and"
-    refused(wanted, run, read=grown)
+    message = (
+        r"another x.npy: it had shape \(3, 2\) and SHA-256 .*, now .* \(4, 2\) and"
+    )
+    refused(message, run, read=grown)
     swapped = {"x.npy": fingerprint(np.arange(6.0).reshape(3, 2)[::-1])}
     refused("restore it, or choose another --workdir", run, read=swapped)
 
