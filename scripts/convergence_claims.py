@@ -27,9 +27,9 @@ def averages(rows: Rows) -> Rows:
 
 
 def epochs_needed(rows: Rows) -> str:
-    """Epochs in which U-Hop reaches the training accuracy that MHM ends with.
+    """Epochs until U-Hop reaches the last training accuracy of MHM, in words.
 
-    The mean over seeds, of one data set and size; "never" if a seed does not reach it.
+    The mean over seeds of one data set and size; "never" if a seed does not reach it.
     """
     runs: dict[str, list[list[float]]] = {"MHM": [], RELEASED: []}
     for (arm, _), epochs in records.grouped(rows, ("arm", "seed")).items():
@@ -66,7 +66,10 @@ def _size(key: Sequence) -> str:
 
 
 def _everywhere(gains: Sequence[tuple[float, float]]) -> str:
-    """Holds if every size gains beyond 2 errors, fails if none gains at all."""
+    """Holds if every size gains beyond 2 standard errors, partly if some size does.
+
+    It fails if no size does, and none gains at all or one loses beyond 2.
+    """
     values, errors = np.asarray(gains).T
     if not np.isfinite(errors).all():
         return UNDECIDED

@@ -1,4 +1,4 @@
-"""The result files of studies: how they are read, made, and told from stale ones."""
+"""Result files of studies: reading, making, and checking that they are current."""
 
 import ast
 import csv
@@ -28,15 +28,15 @@ WORK = ROOT / "results" / "reproduction"
 THEOREMS, CORRECTED = "theorems", "corrected"  # computed here, not by a study
 KNOWN = (*STUDIES, THEOREMS, CORRECTED)
 CURVE = ("train_accuracy", "test_accuracy", "train_loss", "test_loss")
-LARGEST = 400_000  # bytes of a figure that is kept
-AFFORDABLE = 30  # minutes of a study that is run without being named
+LARGEST = 400_000  # bytes of the largest figure that is kept
+AFFORDABLE = 30  # minutes of the longest study that is run without being named
 
 
 def read(name: str, part: str = "") -> list[dict[str, Any]]:
     """The rows of a result file, numbers as numbers.
 
-    There are none if the file is missing, or is of another command than the study's.
-    `part`: "_curves" for those of every epoch.
+    The list is empty if the file is missing, or if a command other than the study's
+    made it. `part` is "" for the results, "_curves" for the rows of every epoch.
     """
     return [] if other_than_asked(name) else rows_of(name + part)
 
@@ -48,7 +48,7 @@ def all_results() -> dict[str, list[dict[str, Any]]]:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """The rows of a result file, of whatever command it is."""
+    """The rows of a result file, whichever command made it."""
     path = RESULTS / f"{name}.csv"
     if not path.exists():
         return []
@@ -73,7 +73,7 @@ def _value(text: str) -> Any:
 
 
 def asked(name: str) -> dict[str, Any]:
-    """The config of a study's command, as it is kept."""
+    """The config of a study's command, as JSON keeps it."""
     return json.loads(config_of(name).to_json_best_effort())
 
 
@@ -92,16 +92,18 @@ def config_of(name: str) -> ConfigDict:
 
 
 def other_than_asked(name: str) -> list[str]:
-    """Keys of the config kept with a file that the command of its study sets otherwise.
+    """Keys whose values differ between a file's config and the study's command.
 
-    Keys newer than the file count for nothing: their defaults are what it was made by.
+    Keys added since the file was made are not compared: it was made by their defaults.
     """
     path = RESULTS / f"{name}.json"
     if name not in STUDIES or not path.exists():
         return []
     kept, current = json.loads(path.read_text("utf-8")), asked(name)
     if not current.get("stage_one", {}).get("steps"):
-        kept["stage_one"].pop("steps")  # the paper's, filled in by the run
+        kept["stage_one"].pop(
+            "steps"
+        )  # the paper's numbers of steps, which the run filled in
     differing = []
     for key, value in kept.items():
         if isinstance(value, dict):
@@ -117,19 +119,19 @@ def other_than_asked(name: str) -> list[str]:
 
 
 def kind(name: str) -> str:
-    """The kind of a study, which decides what modules it depends on."""
+    """The kind of a study, which decides on which modules its results depend."""
     return (
         provenance.kind_of(STUDIES[name].command) if name in STUDIES else "statements"
     )
 
 
 def made_by(name: str) -> dict[str, Any]:
-    """What made a result file."""
+    """The record of the commit, command and modules that made a result file."""
     return provenance.read(RESULTS / f"{name}.made_by.json")
 
 
 def stale() -> dict[str, list[str]]:
-    """Result files that are not of the code and the commands as they stand, and why."""
+    """Result files that other code or another command has made, with the reasons."""
     stale_files = {}
     for name in KNOWN:
         if (RESULTS / f"{name}.csv").exists():
@@ -156,8 +158,8 @@ def affordable(name: str) -> bool:
 def run(name: str, data: str) -> None:
     """Runs a study, or goes on with it, and keeps its results.
 
-    What other code or another command has begun is begun anew; what the same code has
-    begun keeps the commit that it was begun by.
+    A run that other code or another command began starts anew. A run that the same code
+    began continues, and keeps the commit that began it.
     """
     here = f"scripts/reproduction.py --run {name}"
     command = STUDIES[name].command if name in STUDIES else here
@@ -184,7 +186,7 @@ def run(name: str, data: str) -> None:
 
 
 def keep(name: str, workdir: Path) -> None:
-    """Copies what a study has left, without the directories of this machine."""
+    """Copies a study's results, config and figures, without paths of this machine."""
     RESULTS.mkdir(exist_ok=True)
     shutil.copy(workdir / "results.csv", RESULTS / f"{name}.csv")
     config = json.loads((workdir / "config.json").read_text("utf-8"))
@@ -203,7 +205,7 @@ def keep(name: str, workdir: Path) -> None:
 def draw(name: str) -> None:
     """Draws the figure of a study anew, from its result file.
 
-    A forecast has none: the curves of its figure are not among its results.
+    A forecast gets no figure: its result file does not hold the curves.
     """
     config, rows = config_of(name), rows_of(name)
     path = RESULTS / f"{name}.png"
@@ -228,7 +230,7 @@ def draw(name: str) -> None:
 def curves(workdir: Path) -> list[dict[str, Any]]:
     """Accuracies and losses after every epoch of a study's runs, four digits of each.
 
-    The epochs of Stage I, which have none, are left out.
+    Epochs of Stage I have no accuracies, and are left out.
     """
     kept = []
     for row in _rows(workdir / "results.csv"):

@@ -143,11 +143,11 @@ INFINITE = float("inf")
 @pytest.mark.parametrize(
     ("result", "verdict"),
     [
-        (verdicts.of_columns([1, 1]), HOLDS),
-        (verdicts.of_columns([1, -1]), PARTLY),
-        (verdicts.of_columns([0, -1]), PARTLY),
-        (verdicts.of_columns([-1, -1]), FAILS),
-        (verdicts.of_columns([]), UNTESTED),
+        (verdicts.of_readings([1, 1]), HOLDS),
+        (verdicts.of_readings([1, -1]), PARTLY),
+        (verdicts.of_readings([0, -1]), PARTLY),
+        (verdicts.of_readings([-1, -1]), FAILS),
+        (verdicts.of_readings([]), UNTESTED),
         (verdicts.of_gain(3.0, 0.5, 3.0), HOLDS),
         (verdicts.of_gain(1.2, 0.5, 3.0), PARTLY),
         (verdicts.of_gain(0.9, 0.5, 3.0), UNDECIDED),  # half of it is within 2 errors
@@ -181,7 +181,7 @@ def test_differences_are_paired_t_intervals():
 
 
 @pytest.mark.parametrize(
-    ("tally", "says"),
+    ("tally", "reading"),
     [
         ((5, 5, 0, 10), 1),
         ((4, 6, 0, 10), 0),  # mostly ties where there was something to win
@@ -191,8 +191,8 @@ def test_differences_are_paired_t_intervals():
         ((4, 0, 6, 10), -1),
     ],
 )
-def test_the_rule_of_cells(tally, says):
-    assert verdicts.Tally(*tally).says == says
+def test_the_rule_of_cells(tally, reading):
+    assert verdicts.Tally(*tally).reading == reading
 
 
 def synthetic(uhop, protocol, others=(), method="U-Hop", setting="N=100"):
@@ -210,17 +210,17 @@ def synthetic(uhop, protocol, others=(), method="U-Hop", setting="N=100"):
     ]
 
 
-OURS = [("cosine", "", 0.1), ("random W", "", 5.0)]
+LEFT_OUT = [("cosine", "", 0.1), ("random W", "", 5.0)]
 
 
 def test_least_error_is_of_the_papers_baselines_under_every_protocol():
     better, worse = (synthetic(x, "paper") for x in (0.5, 0.9))
-    fair = synthetic(0.5, "fair", OURS, setting="N=30")
+    fair = synthetic(0.5, "fair", LEFT_OUT, setting="N=30")
     judgement = retrieval_claims.least_error({"a": better, "b": fair})
     assert (
         judgement.verdict == HOLDS and "1 won, 0 tied, 0 lost of 1" in judgement.paper
     )
-    # A cosine that is better stands beside, and changes no verdict.
+    # A better cosine is printed for comparison, and changes no verdict.
     assert "random W: 0 won, 0 tied, 1 lost of 1" in judgement.fair
     assert retrieval_claims.least_error({"a": worse}).verdict == FAILS
     # Evidence for and against is partly, whichever protocol it comes from.
