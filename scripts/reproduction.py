@@ -163,8 +163,8 @@ def _agreement_table(results: claims.Results) -> list[str]:
         "## Image classification compared with the released code",
         "",
         f"{near} of {len(rows)} accuracies are within 2 standard errors of the "
-        "released code's accuracies (`tests/official_vision.csv`; where it ran with one seed, "
-        "our standard deviation stands for both).",
+        "released code's accuracies (`tests/official_vision.csv`; where it ran with "
+        "one seed, our standard deviation stands for both).",
         "",
         "| accuracy, per cent | released code | this library | difference in standard "
         "errors |",
