@@ -142,7 +142,7 @@ def test_no_fixed_similarity_is_clearly_better_on_fresh_copies(calibrated):
         assert loss.mean() <= slack + 0.01 * errors.mean() + 1e-6 * SPREAD, name
 
 
-def test_the_expected_error_is_that_of_fresh_copies(calibrated):
+def test_the_expected_error_is_the_error_of_fresh_copies(calibrated):
     _, model, copies = calibrated
     errors, right = errors_and_top1(model, copies)
     own = errors.std() / errors.size**0.5
@@ -163,7 +163,7 @@ def test_the_same_key_gives_the_same_numbers(calibrated):
     assert (other.trials != model.trials).any()
 
 
-def test_without_an_accuracy_the_choice_is_the_same_and_nothing_is_expected():
+def test_without_an_accuracy_the_choice_is_the_same_and_no_error_is_expected():
     options = {"queries": 60, "candidates": {"cosine": Cosine(), "l1": NegativeL1()}}
     full = calibrate(KEY, MEMORIES[:12], Noise(0.3), **options)
     short = calibrate(KEY, MEMORIES[:12], Noise(0.3), accuracy=None, **options)
@@ -199,7 +199,7 @@ def test_calibration_retrieves_as_the_function_does(calibrated, tmp_path):
     assert_close(inside(loaded).state, expected.state)
 
 
-def test_the_summary_says_what_was_chosen(calibrated):
+def test_the_summary_names_the_chosen_model(calibrated):
     _, model, _ = calibrated
     number = r"-?\d\.?\d*(e[+-]\d+)?|\d+(\.\d+)?"
     pattern = (
@@ -283,7 +283,7 @@ def test_half_precision_memories_are_handled_in_float32():
 
 
 @pytest.mark.parametrize("number", [3, 12, 30])
-def test_copies_are_of_all_memories_alike(number):
+def test_all_memories_are_copied_equally_often(number):
     memories = MEMORIES[:12]
     query, observed, target = corrupted_copies(KEY, memories, Mask(0.0), number)
     assert observed is None
@@ -295,7 +295,7 @@ def test_copies_are_of_all_memories_alike(number):
 
 @pytest.mark.parametrize("count", [9, 80])  # fewer than the dimension, and more
 @pytest.mark.parametrize("separation", [Softmax(), Softmax1()], ids=repr)
-def test_sweep_errors_are_those_of_retrieval(count, separation):
+def test_sweep_errors_equal_the_errors_of_retrieval(count, separation):
     memories, target = MEMORIES[:count] + 3, jnp.asarray([0, 4, 8])
     query, betas = memories[target] + 0.1, jnp.asarray([0.1, 2.0, 30.0], jnp.float32)
     overlaps = Cosine()(memories, query)
@@ -397,7 +397,7 @@ def test_calibration_cannot_be_traced(trace):
         trace(lambda x: calibrate(KEY, x, Mask(0.5)).beta)
 
 
-def test_what_is_observed_in_all_queries_broadcasts():
+def test_one_observed_mask_for_all_queries_broadcasts():
     def left_half(key, patterns):
         del key
         return patterns, jnp.arange(64) < 32
@@ -462,7 +462,7 @@ def keys_used(call):
 
 
 @pytest.mark.parametrize("ties", [1, 2, 3, 4, 5])
-def test_copies_for_one_purpose_serve_no_other(ties):
+def test_copies_for_different_purposes_have_different_keys(ties):
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (4, 40))
     memories = jnp.asarray(signs)
     plain = (NegativeSquaredL2(), NegativeL2(), NegativeL1(), Dot(), Cosine())
@@ -478,7 +478,7 @@ def test_copies_for_one_purpose_serve_no_other(ties):
     assert len(set(keys)) == len(keys)
 
 
-def test_default_candidates_learn_from_copies_of_their_own():
+def test_default_candidates_learn_from_their_own_copies():
     _, keys = keys_used(
         lambda: default_candidates(
             KEY, MEMORIES[:8], Recorder(0.5), ridges=(1.0,), ranks=(2,)
@@ -510,7 +510,7 @@ def test_two_sided_centring_beats_every_fixed_similarity_under_folded_noise():
 
 
 @pytest.mark.parametrize("accuracy", [0.5, None])
-def test_nan_in_a_table_is_no_error_where_nan_is_looked_for(accuracy):
+def test_calibration_under_debug_nans(accuracy):
     memories = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (12, 6)))
     options = {"queries": 24, "accuracy": accuracy}
     similarities = (Dot(), Cosine(), NegativeL1(), NegativeL2(), NegativeSquaredL2())

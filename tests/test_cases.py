@@ -612,7 +612,7 @@ def test_uc33_one_program_for_many_betas_and_alphas(call, compilations):
 
 
 @pytest.mark.parametrize("separation", [[1.5], lambda z: z, Softmax, "softmax", None])
-def test_uc33_what_is_no_separation_is_refused(separation, untyped):
+def test_uc33_objects_that_are_no_separation_are_refused(separation, untyped):
     with pytest.raises(ValueError, match="separation must be one of Softmax, .*, got"):
         retrieve(*xi3(), beta=1.0, separation=separation)
 

@@ -210,7 +210,7 @@ def test_wrong_input_is_refused(untyped, call, message):
         call()
 
 
-def test_unusual_but_right_input_is_taken(untyped):
+def test_unusual_but_valid_input_is_accepted(untyped):
     expected = theory.pattern_separation(X)
     for zero in (0, np.float32(0), jnp.zeros(())):
         result = theory.pattern_separation(X, distance=zero)
@@ -222,7 +222,7 @@ def test_unusual_but_right_input_is_taken(untyped):
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4"])
-def test_arrays_in_another_order_of_bytes(dtype, tmp_path, untyped):
+def test_arrays_in_another_byte_order(dtype, tmp_path, untyped):
     given = (np.random.default_rng(0).normal(size=(6, 4)) * 5).astype(dtype)
     native = given.astype(given.dtype.newbyteorder("="))
     path = tmp_path / "memories.npy"
@@ -256,7 +256,7 @@ def test_arrays_in_another_order_of_bytes(dtype, tmp_path, untyped):
     ],
     ids=["long double", "objects", "text", "dates", "ragged"],
 )
-def test_what_is_no_array_of_numbers_is_named_in_words_of_ours(given, got, untyped):
+def test_objects_that_are_no_array_of_numbers_are_named(given, got, untyped):
     memories = np.ones((2, 4))
     for call in (
         lambda: uj.retrieve(given, memories, beta=1.0),

@@ -65,7 +65,7 @@ def test_folded_noise_is_never_negative_and_its_likelihood_is_bayes():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("scale", [0.0, 1e-200, 1e-25])
-def test_noise_of_no_scale_says_which_memory_a_query_is(scale, dtype):
+def test_noise_of_scale_zero_identifies_the_memory(scale, dtype):
     memories = IMAGES[:4, :6].astype(dtype).at[0, 0].set(1.0)
     query = jnp.stack([memories[2], memories[0]])
     for noise in (FoldedNoise(scale), Noise(scale)):
@@ -92,7 +92,7 @@ def test_the_limit_of_no_corruption_is_the_memory_itself(kind):
     np.testing.assert_allclose(weights[2:], 0.25, rtol=1e-6)
 
 
-def test_what_is_clamped_far_from_a_memory_is_unlikely_and_not_impossible():
+def test_values_clamped_far_from_a_memory_have_a_finite_likelihood():
     memories = jnp.asarray([[0.0, 0.1], [0.1, 0.0]], jnp.float32)
     likelihood = FoldedNoise(0.05).log_likelihood(
         memories, jnp.ones((1, 2), jnp.float32)

@@ -56,7 +56,7 @@ def test_reading_needs_no_tensorflow(prepared):
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_a_split_that_is_not_there_is_named(prepared):
+def test_a_missing_split_is_named(prepared):
     info = prepared / "cifar10" / "3.0.2" / "dataset_info.json"
     copy = prepared.parent / "one_split"
     (copy / "cifar10" / "3.0.2").mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def test_digits_are_real_and_complete():
     assert patterns.names == ("0", "1", "2", "3", "4")
 
 
-def test_synthetic_patterns_are_what_they_say():
+def test_synthetic_patterns_have_the_stated_law():
     sphere = data.load("synthetic:sphere:32", limit=500).values
     np.testing.assert_allclose(np.linalg.norm(sphere, axis=1), 1, rtol=1e-5)
     gaussian = data.synthetic("gaussian", 2000, 16, seed=1)
@@ -358,7 +358,7 @@ def refused(path, message):
         (np.ones((2, 3), complex), "a.npy must hold real numbers"),
     ],
 )
-def test_more_arrays_are_refused(tmp_path, array, message):
+def test_other_wrong_arrays_are_refused(tmp_path, array, message):
     np.save(tmp_path / "a.npy", array)
     refused(tmp_path / "a.npy", message)
 
@@ -417,7 +417,7 @@ def test_deep_images_are_refused_not_clipped(tmp_path, dtype):
     refused(tmp_path, "a.tif has more than 8 bits a channel")
 
 
-def test_what_a_folder_holds_beside_pictures_is_named(tmp_path):
+def test_files_in_a_folder_other_than_pictures_are_named(tmp_path):
     picture = Image.fromarray(np.zeros((4, 4), np.uint8))
     for name in ("a.png", "h.PNG", "i.JPG", "b.gif", "c.jfif", "d.ppm"):
         picture.save(tmp_path / name, "JPEG" if name == "c.jfif" else None)
@@ -499,7 +499,7 @@ def test_paths_may_begin_at_home(tmp_path, monkeypatch):
         data.load("~nobody-here/x.npy")
 
 
-def test_more_than_fits_into_memory_is_refused(tmp_path, monkeypatch):
+def test_arrays_larger_than_memory_are_refused(tmp_path, monkeypatch):
     np.save(tmp_path / "a.npy", np.zeros((2, 2)))
     whole = (tmp_path / "a.npy").read_bytes()
     header = whole[:128].replace(b"(2, 2), }         ", b"(17179869184, 2), }")[:128]

@@ -171,7 +171,7 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
         study.predict(cell, trainer, state, run)
 
 
-def test_a_file_goes_on_by_the_calendar_of_the_model(tmp_path):
+def test_a_forecast_continues_by_the_calendar_of_the_model(tmp_path):
     """Five weekdays alone are days; a model of weekdays goes on with weekdays."""
     days = np.busday_offset("2024-01-01", np.arange(60))
 
@@ -236,7 +236,7 @@ def test_external_memories(path, tmp_path, capsys):
 
 @pytest.mark.slow  # four runs; `test_train_script.py` interrupts the same loop
 @pytest.mark.parametrize("arm", ["MHM", "GSH"])
-def test_a_study_goes_on_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm):
+def test_a_study_continues_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm):
     """Interrupted within its second horizon, it ends as one that was not."""
     changes = {"arms": (arm,), "train.checkpoint_seconds": 0.0}
     two = tiny(path, horizon=(4, 6), **changes)
@@ -276,7 +276,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0][:10])
-def test_files_of_like_names_have_runs_of_their_own(tmp_path, names):
+def test_files_of_similar_names_have_separate_runs(tmp_path, names):
     study = Forecasting(tiny(",".join(names), seeds=(0, 1)), tmp_path)
     places = [str(study.directory(cell)).lower() for cell in study.cells()]
     assert len(set(places)) == len(places) == 4
@@ -321,7 +321,7 @@ def test_each_file_gets_its_own_score(tmp_path, monkeypatch):
     )
 
 
-def test_numbers_of_the_paper_are_beside_ours():
+def test_the_table_shows_the_numbers_of_the_paper():
     config = config_of("time_series", "table")
     study = Forecasting(config)
     assert len(study.cells()) == 3 * 4 * 4 * 3
@@ -438,7 +438,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("changes, message", WRONG)
-def test_wrong_configs_say_why_and_write_nothing(path, tmp_path, changes, message):
+def test_wrong_configs_are_refused_and_write_nothing(path, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         train_and_evaluate(tiny(path, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -123,7 +123,7 @@ def attentions(**options):
     return attention, hopfield
 
 
-def test_start_values_are_those_of_attention():
+def test_start_values_equal_the_start_values_of_attention():
     attention, hopfield = attentions(
         kernel_init=nnx.initializers.normal(), bias_init=nnx.initializers.ones
     )
@@ -214,7 +214,7 @@ def test_until_convergence_equals_the_core():
     assert bool(result.converged.all())
 
 
-def test_the_energy_is_that_of_the_retrieved_state():
+def test_the_energy_is_the_energy_of_the_retrieved_state():
     static = layer(static=True, steps=2, beta=0.5)
     result = static.associate(STATE, MEMORIES)
     expected = uhop.energy(MEMORIES, result.output, beta=0.5)
@@ -409,7 +409,7 @@ def test_an_empty_bag_leaves_the_others_alone(separation, steps):
 @pytest.mark.parametrize("name", ["mask", "association_mask"])
 @pytest.mark.parametrize("memories", ["batch", "shared"])
 @pytest.mark.parametrize("values", ["keys", "direct"])
-def test_what_no_state_may_see_never_shows(name, memories, values):
+def test_memories_hidden_from_all_states_never_show(name, memories, values):
     model = layer(num_heads=H, values=values, dropout=0.5)
     seen = jnp.arange(S) != 2
     masks = {name: seen if name == "mask" else jnp.broadcast_to(seen, (L, S))}
@@ -603,7 +603,7 @@ def test_the_highest_rate_of_dropout():
 
 
 @pytest.mark.parametrize("key", [0, np.zeros(2), nnx.Rngs(0), jnp.zeros(3, jnp.int32)])
-def test_keys_that_are_none(untyped, key):
+def test_wrong_random_keys(untyped, key):
     for call in (lambda: dropped(STATE, 0.5, key), lambda: layer()(STATE, key=key)):
         with pytest.raises(ValueError, match="key must be a JAX random key"):
             call()
@@ -649,7 +649,7 @@ WRONG_ATTENTION = [
 
 
 @pytest.mark.parametrize("options, call, message", WRONG_ATTENTION)
-def test_attention_names_what_is_wrong(untyped, options, call, message):
+def test_attention_names_wrong_arguments(untyped, options, call, message):
     with pytest.raises(ValueError, match=message):
         sizes = {"num_heads": H, "in_features": D} | options
         HopfieldAttention(**sizes, rngs=nnx.Rngs(0))(**{"inputs_q": STATE} | call)
@@ -702,7 +702,7 @@ def test_separation_losses_move_the_kernel_alone():
 @pytest.mark.parametrize(
     "options", [{}, {"kernel": True, "separation": "sparsemax"}, {"steps": None}]
 )
-def test_a_batch_of_nothing(options):
+def test_an_empty_batch(options):
     association = layer(8, num_heads=2, **options)
     nothing = jnp.zeros((0, 3, 8), jnp.float32)
     assert association(nothing).shape == (0, 3, 8)
@@ -711,7 +711,7 @@ def test_a_batch_of_nothing(options):
     assert result.shape == (0, 3, 8)
 
 
-def test_a_bag_of_nothing_is_named_by_the_shape_that_was_given(untyped):
+def test_an_empty_bag_is_named_by_its_shape(untyped):
     bags, empty = patterns(2, 3, 8), jnp.zeros((2, 0, 8), jnp.float32)
     options = {"num_heads": 2, "rngs": nnx.Rngs(0)}
     for call in (

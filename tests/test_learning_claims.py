@@ -40,7 +40,7 @@ def arms(**means):
     ("without", "verdict"),
     [(0.50, HOLDS), (0.53, PARTLY), (0.55, FAILS), (0.551, FAILS)],
 )
-def test_a_gain_is_stage_ones_if_it_goes_without_it(without, verdict):
+def test_a_gain_comes_from_stage_one_if_it_is_lost_without_stage_one(without, verdict):
     names = {"MHM": 0.5, RELEASED: 0.55, f"{RELEASED}, no Stage I": without}
     judgement = learning_claims.work_of_stage_one({"cifar10_table": arms(**names)})
     assert judgement.verdict == verdict and "over MHM +5.00 ± " in judgement.reference
@@ -49,7 +49,7 @@ def test_a_gain_is_stage_ones_if_it_goes_without_it(without, verdict):
     assert learning_claims.work_of_stage_one({"x": rows}).verdict == UNTESTED
 
 
-def test_the_deep_loss_stands_beside_the_average_loss():
+def test_the_deep_loss_is_printed_for_comparison():
     names = {"MHM": 0.5, RELEASED: 0.55, f"{RELEASED}, no Stage I": 0.52}
     results = {"cifar10_table": arms(**names)}
     alone = learning_claims.work_of_stage_one(results)
@@ -78,7 +78,7 @@ def test_the_image_table_is_judged_by_the_released_model():
     assert only({"cifar10_table": table[:3]}).verdict == UNTESTED
 
 
-def test_the_maximal_training_accuracy_is_that_of_the_last_epoch():
+def test_the_maximal_training_accuracy_is_taken_from_the_last_epoch():
     rows = arms(**{"MHM": 0.46, RELEASED: 0.55})  # and 0.99 at most, both
     judge = learning_claims.accuracy("cifar10", "MHM", 0)
     assert "56.1 ± 0.1 %, with U-Hop 65.1" in judge({"cifar10_table": rows}).reference
@@ -89,7 +89,7 @@ def row_of(says):
     return claim
 
 
-def test_a_study_that_stands_beside_caps_no_verdict():
+def test_a_study_for_comparison_caps_no_verdict():
     claim = row_of("CIFAR-10, MHM, test accuracy")
     results = {"cifar10_table": arms(**{"MHM": 0.51, RELEASED: 0.545})}
     assert claims.judged(claim, results).verdict == HOLDS

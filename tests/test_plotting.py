@@ -106,7 +106,7 @@ def test_zero_has_its_place(drawn):
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan])
-def test_all_that_is_zero_or_unknown(drawn, value):
+def test_curves_of_zeros_and_unknown_values(drawn, value):
     curve = plotting.Series([1, 2], [value, value], [0.0, 0.0])
     part = panel(["a"])._replace(series={"a": curve})
     assert drawn(plotting.panels, [part]).axes[0].get_yscale() == "linear"

@@ -18,7 +18,7 @@ QUOTED = [n for n in files.KNOWN if (files.RESULTS / f"{n}.csv").exists()]
 
 
 @pytest.mark.parametrize("name", QUOTED)
-def test_a_result_file_says_what_made_it(name):
+def test_a_result_file_has_a_record_of_its_code(name):
     record = files.made_by(name)
     assert record, f"{name}.made_by.json is missing"
     commit = record["commit"] or record["published"]
@@ -29,7 +29,7 @@ def test_a_result_file_says_what_made_it(name):
         assert record["command"] and set(record["modules"]) >= {"uhop_jax.separation"}
 
 
-def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
+def test_a_version_ignores_docstrings_and_comments(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     (tmp_path / "uhop_jax").mkdir()
     versions = []
@@ -47,7 +47,7 @@ def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
     assert versions[0] == versions[1] != versions[2]
 
 
-def test_files_depend_on_what_their_command_imports():
+def test_files_depend_on_the_imports_of_their_command():
     vision, series = map(provenance.modules_of, ("vision", "forecasting"))
     assert "uhop_jax.models.vision" in vision and "uhop_jax.models.vision" not in series
     assert "uhop_jax.models.stanhop" in series
@@ -91,9 +91,7 @@ def test_studies_run_from_committed_code_alone(monkeypatch, capsys):
     assert not ran
 
 
-def test_all_that_is_missing_or_stale_is_run_if_affordable(
-    monkeypatch, tmp_path, capsys
-):
+def test_missing_and_stale_studies_are_run_if_affordable(monkeypatch, tmp_path, capsys):
     ran = []
     monkeypatch.setattr(files, "run", lambda name, data: ran.append(name))
     monkeypatch.setattr(files, "missing", lambda: ["grid_mnist", "tiny20"])
@@ -113,7 +111,7 @@ def test_all_that_is_missing_or_stale_is_run_if_affordable(
     assert capsys.readouterr().out == "theorems: not recorded\n"
 
 
-def test_what_other_code_has_begun_is_begun_anew(monkeypatch, tmp_path, capsys):
+def test_a_study_begun_by_other_code_starts_anew(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(files, "WORK", tmp_path / "work")
     monkeypatch.setattr(files, "RESULTS", tmp_path / "results")
     workdir = tmp_path / "work" / "grid_mnist"

@@ -58,12 +58,12 @@ def entries(page, title):
     return rows
 
 
-def test_the_page_is_what_the_files_say():
+def test_the_page_is_written_from_the_files():
     assert reproduction.REPORT.read_text() == reproduction.report()
 
 
 @pytest.mark.parametrize("page", tables.TABLES)
-def test_tables_of_the_pages_are_of_the_files(page):
+def test_tables_of_pages_are_written_from_the_files(page):
     text = (ROOT / page).read_text()
     assert tables.written(page, text) == text
     first = next(iter(tables.TABLES[page]))
@@ -98,7 +98,7 @@ def test_no_row_is_of_smaller_data_than_the_papers():
             )
 
 
-def test_counts_are_those_of_the_rows():
+def test_counts_match_the_rows():
     page = reproduction.report()
     (line,) = [x for x in page.splitlines() if x.startswith("Experiments: ")]
     for title, text in zip(
@@ -110,7 +110,7 @@ def test_counts_are_those_of_the_rows():
             assert listed.count(verdict) == (int(number[1]) if number else 0), verdict
 
 
-def test_a_number_of_the_page_is_that_of_its_file():
+def test_a_number_of_the_page_is_in_its_file():
     rows = reproduction.read("reference_cifar")
     where = {"memories": 100, "method": "U-Hop max", "setting": "N=1000"}
     errors = [r["error"] for r in rows if all(r[k] == v for k, v in where.items())]
@@ -121,7 +121,7 @@ def test_a_number_of_the_page_is_that_of_its_file():
 
 
 @pytest.mark.parametrize("name", files.STUDIES)
-def test_a_result_file_is_of_the_command_that_is_printed(name):
+def test_a_result_file_is_of_the_printed_command(name):
     asked = files.asked(name)  # a command that its config takes
     script = shlex.split(files.STUDIES[name].command)[0]
     assert (ROOT / script).exists() and asked
@@ -291,7 +291,7 @@ def test_the_margin_after_one_step(first, mean, verdict):
 @pytest.mark.parametrize(
     "check", [corrections.rates, corrections.folded, theorems.on_the_sphere]
 )
-def test_exact_cases_are_those_of_the_file(check):
+def test_exact_cases_match_the_file(check):
     names = (reproduction.THEOREMS, reproduction.CORRECTED)
     kept = [
         theorems.Finding(**row) for name in names for row in reproduction.read(name)

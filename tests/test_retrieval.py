@@ -564,7 +564,7 @@ def test_gradient_at_a_fixed_point_needs_no_memory_per_step():
 
 
 @each("similarity", ITERABLE)
-def test_trajectory_is_that_of_retrieve(similarity):
+def test_trajectory_equals_retrieve(similarity):
     memories = jnp.asarray(unit(normal(COUNT, DIMENSION)))
     query = normal(2, DIMENSION, seed=5)
     options = dict(beta=1.5, similarity=similarity)
@@ -589,7 +589,7 @@ def test_trajectory_is_that_of_retrieve(similarity):
         *(NegativeSquaredL2(CENTERING), Cosine(CENTERING)),
     ],
 )
-def test_energies_are_those_of_the_features_beside_them_and_never_rise(similarity):
+def test_energies_are_of_the_returned_features_and_never_rise(similarity):
     rng = np.random.default_rng(0)
     memories = normal(COUNT, DIMENSION) * rng.uniform(0.1, 3, (COUNT, 1))
     query = normal(20, DIMENSION, seed=5)

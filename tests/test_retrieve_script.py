@@ -107,7 +107,7 @@ def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsy
     assert all(name in out for name in names) and "Stage I" in out
 
 
-def test_the_limit_knows_what_was_observed():
+def test_the_limit_uses_the_observed_components():
     numbers = np.random.default_rng(0).permutation(64)[:20].reshape(2, 10, 1)
     sets = (numbers >> np.arange(6) & 1).astype(np.float32)
     mask, keys = Mask(0.5, known=True), jax.random.split(jax.random.key(0), 2)
@@ -288,7 +288,7 @@ def quick(study, cell, timed):
     return [row | scores for row in rows]
 
 
-def test_results_that_were_changed_are_refused_and_data_too(tmp_path, monkeypatch):
+def test_changed_results_and_changed_data_are_refused(tmp_path, monkeypatch):
     """A line less, a digit less, and patterns that were swapped between two cells."""
     monkeypatch.chdir(tmp_path)
     values = data.load("digits", limit=60).values
@@ -313,7 +313,7 @@ def test_results_that_were_changed_are_refused_and_data_too(tmp_path, monkeypatc
     assert path.read_bytes() == whole
 
 
-def test_what_fails_late_does_not_bind_the_directory(tmp_path):
+def test_a_late_failure_does_not_bind_the_directory(tmp_path):
     experiment = experiments.EXPERIMENTS["demo"]
 
     def fails(study, cell, timed):
@@ -331,7 +331,7 @@ def test_what_fails_late_does_not_bind_the_directory(tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["demo", "scatter"])
-def test_the_cells_of_a_run_tell_how_far_it_is(tmp_path, monkeypatch, variant):
+def test_the_cells_of_a_run_show_its_progress(tmp_path, monkeypatch, variant):
     """A part at a time, and all of it at the end: no run is at 0 of 1 throughout."""
     bars = []
 
@@ -391,7 +391,7 @@ def test_bad_config_is_refused_before_anything_is_written(tmp_path, changes, mes
         ("capacity", "cifar10", "fair", (50, 150, 500)),
     ],
 )
-def test_steps_left_open_are_those_of_the_paper(variant, name, protocol, steps):
+def test_default_steps_are_from_the_paper(variant, name, protocol, steps):
     config = CONFIG["get_config"](variant)
     config.data.name, config.protocol = name, protocol
     resolve(config.lock())
@@ -760,9 +760,7 @@ def test_damaged_memories_are_refused(tmp_path, stored, change, message):
         CalibratedMemory.load(tmp_path / "m.npz")
 
 
-def test_the_picture_names_queries_and_says_how_sure_the_answers_are(
-    tmp_path, stored, monkeypatch
-):
+def test_the_picture_names_queries_and_weights(tmp_path, stored, monkeypatch):
     drawn, draw = [], plotting.image_grid
 
     def recorded(path, columns, **options):
@@ -793,7 +791,7 @@ def test_any_words_stand_under_pictures(tmp_path):
 
 
 @pytest.mark.parametrize(("protocol", "unit"), [("paper", True), ("reference", False)])
-def test_kernels_of_a_scatter_are_those_of_its_protocol(
+def test_kernels_of_a_scatter_follow_its_protocol(
     tmp_path, monkeypatch, protocol, unit
 ):
     kernels = []

@@ -182,7 +182,7 @@ def test_conjugate_equals_the_naive_one_and_has_the_weights_as_gradient(sep, sca
 @pytest.mark.parametrize(
     "sep", [sep for sep in SEPARATIONS if not sep.has_conjugate], ids=repr
 )
-def test_what_has_no_conjugate_says_so(sep):
+def test_a_separation_without_conjugate_says_so(sep):
     with pytest.raises(ValueError, match="has no convex conjugate"):
         sep.conjugate(normal(4))
 
@@ -196,7 +196,7 @@ def test_conjugate_is_convex(sep):
     assert (between <= chord + 1e-12).all()
 
 
-def test_power_that_is_known_beforehand():
+def test_a_power_known_in_advance():
     """One program in place of three; the general arithmetic is right everywhere."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)))
     for alpha, power in ((1.3, Power.GENERAL), (1.5, Power.SQUARE), (2, Power.LINEAR)):

@@ -198,7 +198,7 @@ def test_styles_of_dates(tmp_path, dates, first, step):
     ],
     ids=lambda x: x[0] if isinstance(x, list) else str(x),
 )
-def test_dates_go_on_by_the_calendar(tmp_path, dates, calendar, following, period):
+def test_dates_continue_by_the_calendar(tmp_path, dates, calendar, following, period):
     series = data.read_series(write(tmp_path, rows(dates)))
     assert series.calendar == calendar and series.period == period
     assert series.following(1)[0] == np.datetime64(following)
@@ -479,7 +479,7 @@ NUMBERS = [  # C2-18: delimiter, cells, values as read, or the two that fit
 
 
 @pytest.mark.parametrize(("delimiter", "cells", "expected"), NUMBERS)
-def test_decimal_marks_are_those_of_all_cells(tmp_path, delimiter, cells, expected):
+def test_decimal_marks_are_decided_by_all_cells(tmp_path, delimiter, cells, expected):
     cells = cells.split()
     dates = np.datetime64("2020-01-01") + np.arange(len(cells))
     lines = [f"date{delimiter}a"]
@@ -706,14 +706,14 @@ def explicit_fit(train, stride=1):
     return simple.Linear(np.linalg.solve(gram, x.T @ y))
 
 
-def test_the_linear_map_is_that_of_all_windows():
+def test_the_linear_map_is_fitted_to_all_windows():
     values = np.random.default_rng(0).normal(size=(150, 3)).cumsum(0)
     train = data.splits(values, data.borders("own", 150), in_len=7, out_len=11).train
     fitted, explicit = simple.fit_linear(train), explicit_fit(train)
     np.testing.assert_allclose(fitted.weights, explicit.weights, rtol=1e-8, atol=1e-10)
 
 
-def test_forecasts_are_what_they_say():
+def test_simple_forecasts_by_hand():
     inputs = np.random.default_rng(0).normal(size=(2, 6, 3))
     last = simple.LastValue(4)(inputs)
     mean = simple.WindowMean(4)(inputs)
@@ -727,7 +727,7 @@ def test_forecasts_are_what_they_say():
 
 
 @pytest.mark.parametrize("block", [1, 2, 100])
-def test_the_test_set_is_whole_whatever_the_block(block):
+def test_the_test_set_is_whole_for_every_block(block):
     rows = np.asarray([0, 1, 2, 3, 4, 9], np.float32)[:, None]
     split = data.Windows(rows, 0, 1, 1)  # UC-34: five windows, errors 1, 1, 1, 1, 5
     (row,) = simple.evaluate({"last": simple.LastValue(1)}, split, block=block)

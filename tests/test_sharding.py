@@ -211,7 +211,7 @@ def test_inside_of_shard_map_halves_equal_the_whole():
     assert process.returncode == 0 and "equal" in output, output[-3000:]
 
 
-def test_what_cannot_be_split_is_refused(untyped):
+def test_wrong_shards_are_refused(untyped):
     mesh = memory_mesh(1)
     with pytest.raises(ValueError, match=r"memories must have shape \(M, d\)"):
         shard_memories(np.zeros(3), mesh)

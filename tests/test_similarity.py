@@ -188,7 +188,7 @@ def test_gram(similarity):
 @slow_where(combines)
 @every_similarity
 @pytest.mark.parametrize("hidden", [3.0, jnp.nan])
-def test_what_is_not_observed_never_shows(similarity, hidden):
+def test_unobserved_components_never_show(similarity, hidden):
     memories, query = normal(COUNT, DIMENSION), normal(4, DIMENSION, seed=7)
     observed = jnp.asarray(np.random.default_rng(8).random((4, DIMENSION)) < 0.6)
     observed = observed.at[0].set(True).at[1].set(False)

@@ -182,7 +182,7 @@ def test_average_loss_tends_to_the_maximum(features, normalize):
 
 
 @pytest.mark.parametrize("tau", [0.05, 0.1, 0.25, 1.0])
-def test_average_loss_is_that_of_u_hop_plus(tau):
+def test_average_loss_equals_the_loss_of_u_hop_plus(tau):
     features = draw(6, 4)
     unit = np.asarray(features) / np.linalg.norm(features, axis=-1, keepdims=True)
     cosines = (unit @ unit.T)[~np.eye(6, dtype=bool)]
@@ -394,9 +394,7 @@ def test_rows_are_normalised_at_the_end_alone():
 
 @pytest.mark.parametrize("start", [None, LinearKernel(draw(9, D, seed=3))])
 @every_space
-def test_what_is_reported_last_is_of_the_kernel_with_its_rows_normalised(
-    variant, start
-):
+def test_the_last_report_is_of_the_kernel_with_normalised_rows(variant, start):
     memories = draw(M, D)
     options = dict(rate=0.05, steps=4, start=start, normalize_rows=True, t=1.3)
     gram, weights = (
@@ -519,7 +517,7 @@ def test_fit_is_a_loop_of_its_optimiser(standard_promotion):
     assert fitted.loss[-1] < fitted.loss[0]
 
 
-def test_numbers_do_not_compile_anew(compilations):
+def test_new_numbers_do_not_recompile(compilations):
     def run(seed, rate, t, momentum, mark):
         options = {"steps": 8, "t": t, "snapshots": 9 * [mark]}
         for path in ("gram", "weights"):
@@ -639,7 +637,7 @@ def test_likelihood_learns_from_two_million_values():
     )
 
 
-def test_bins_have_equal_mass_but_for_what_is_repeated():
+def test_bins_have_equal_mass_except_for_repeated_values():
     # Most of what is not zero is within a hundredth of its range, as in scans, and a
     # tenth of it is one value, which is too rare for an atom.
     values = np.random.default_rng(0).uniform(size=(100, 300))
@@ -738,7 +736,7 @@ def test_likelihood_retrieves_what_cosine_cannot():
 
 
 @pytest.mark.parametrize("hidden", [0.0, np.nan])
-def test_likelihood_of_known_masks_is_the_posterior_given_what_is_observed(hidden):
+def test_likelihood_of_known_masks_is_the_posterior_given_the_observed(hidden):
     def known_mask(key, x):
         query, observed = Mask(0.5, known=True)(key, x)
         return jnp.where(observed, query, hidden), observed

@@ -194,7 +194,7 @@ def test_gradient_of_alpha(alpha):
     assert np.isfinite(equal)
 
 
-def test_alpha_of_each_layer_starts_by_itself():
+def test_alpha_of_each_layer_starts_at_its_own_value():
     alphas = [p for path, p in nnx.to_flat_state(nnx.state(small())) if "alpha" in path]
     raw = np.array([float(variable[...]) for variable in alphas])
     assert len(raw) == 11 and len(set(raw)) == 11 and np.abs(raw).max() < 4

@@ -118,7 +118,7 @@ def assert_same(actual, expected):
 
 @every_dtype
 @pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, make, dtype):
+def test_saved_objects_are_loaded_bit_for_bit(tmp_path, make, dtype):
     tree = make(dtype)
     path = save(tmp_path / "file.npz", tree)
     assert path == tmp_path / "file.npz"
@@ -130,7 +130,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, make, dtype):
     assert {part.dtype for part in parts.values()} <= {np.dtype(np.uint8)}
 
 
-def test_digits_that_are_lost_are_announced(tmp_path):
+def test_lost_digits_are_announced(tmp_path):
     path = save(tmp_path / "file", draw(2, 3, dtype=jnp.float64))
     with jax.enable_x64(False):
         with pytest.warns(UserWarning, match="holds float64, loaded as float32: set"):
@@ -238,7 +238,7 @@ def test_of_several_writers_the_last_wins(tmp_path):
         (lambda: Dot({"a": 1}), "tree.kernel cannot be saved: got dict"),
     ],
 )
-def test_what_cannot_be_saved_is_refused(untyped, tmp_path, tree, message):
+def test_objects_that_cannot_be_saved_are_refused(untyped, tmp_path, tree, message):
     path = save(tmp_path / "file", KERNEL)
     with pytest.raises(ValueError, match=message):
         save(path, tree())

@@ -264,7 +264,7 @@ def test_short_exponential():
 
 
 @pytest.mark.parametrize("separation", SEPARATIONS[:5], ids=label)
-def test_nothing_of_the_size_of_all_overlaps_is_held(separation):
+def test_no_array_has_the_size_of_all_overlaps(separation):
     def run(memories, query):
         return retrieve_streamed(
             memories, query, beta=1.0, separation=separation, block=64
@@ -412,7 +412,7 @@ def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4"])
-def test_the_order_of_bytes_does_not_matter(dtype, tmp_path):
+def test_the_byte_order_does_not_matter(dtype, tmp_path):
     swapped = (MEMORIES * 4).astype(dtype)
     native = swapped.astype(swapped.dtype.newbyteorder("="))
     np.save(tmp_path / "x.npy", swapped)

@@ -218,7 +218,7 @@ def test_pattern_separation_is_the_smallest_lead_in_the_ball(similarity):
         assert_close(claimed, seen, floor=1e-8)
 
 
-def test_pattern_separation_at_the_memories_is_that_of_the_definition():
+def test_pattern_separation_at_the_memories_equals_the_definition():
     memories = gaussian(0, 5, 6)
     gram = np.asarray(memories @ memories.T)
     naive = [gram[i, i] - np.delete(gram[i], i).max() for i in range(5)]
@@ -361,7 +361,7 @@ def closest(memories):
     return 2 * theory.radius(memories)
 
 
-def test_distance_that_suffices_for_exact_retrieval_and_the_one_that_is_necessary():
+def test_sufficient_and_necessary_distances_for_exact_retrieval():
     separation, lost = uj.Entmax(1.5), 0
     for seed in range(10):
         memories, kernel = equal_feature_norms(seed)
@@ -473,7 +473,7 @@ def test_points_are_sampled_in_the_image_of_the_kernel_within_the_ball(similarit
             assert_close(points @ np.asarray(image @ image.T), points)
 
 
-def test_stored_agrees_with_what_is_proved():
+def test_stored_agrees_with_the_theorem():
     memories = unit(jnp.eye(6) - 1 / 12)
     radius = theory.radius(memories)
     good = theory.well_separated(memories, beta=60.0, distance=0.9 * radius)
@@ -509,7 +509,7 @@ def test_spherical_code_bounds_enclose_known_optimal_codes():
 
 
 @pytest.mark.parametrize("dimension", [3, 4, 8, 64])
-def test_spherical_code_bounds_are_inside_those_of_the_released_code(dimension):
+def test_spherical_code_bounds_are_inside_the_bounds_of_the_released_code(dimension):
     half = math.exp(math.lgamma((dimension + 1) / 2) - math.lgamma(dimension / 2))
     for size in (2 * dimension + 1, 10 * dimension, 1000 * dimension):
         lower, upper = theory.spherical_code_bounds(size, dimension)
@@ -818,7 +818,7 @@ def test_bounds_have_the_slopes_of_finite_differences(similarity):
     assert (abs(slopes) > 1e-3).all()
 
 
-def test_what_is_exact_at_any_distance_has_no_slope_in_beta():
+def test_a_distance_of_zero_has_no_slope_in_beta():
     def needed(beta):
         return theory.exact_retrieval_distance(
             None, beta=beta, separation=uj.TopK(1)

@@ -190,7 +190,7 @@ def test_every_variant_runs_small(variant, tmp_path):
     assert len(records(tmp_path / "results.csv")) == 1
 
 
-def test_images_that_the_user_has(tmp_path, capsys):
+def test_images_of_the_user(tmp_path, capsys):
     """Class folders; grey and colour, sizes, empty classes are refused."""
     root = tmp_path / "mine"
     pixels = np.random.default_rng(0).integers(0, 255, (2, 2, 6, 8, 8), dtype=np.uint8)
@@ -257,7 +257,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("changes, message", WRONG)
-def test_wrong_configs_say_why_and_write_nothing(tmp_path, changes, message):
+def test_wrong_configs_are_refused_and_write_nothing(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         train_and_evaluate(tiny(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -311,7 +311,7 @@ def files_of(workdir):
     ],
     ids=["no last line", "a shorter number", "no file"],
 )
-def test_metrics_that_are_not_whole_are_refused(finished, tmp_path, cut, message):
+def test_damaged_metrics_are_refused(finished, tmp_path, cut, message):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     path = run / "metrics.csv"
@@ -385,7 +385,7 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
         assert "run/checkpoints cannot be written (File too large)" in lines[0]
 
 
-def test_what_cannot_be_read_is_no_damage(finished, tmp_path, monkeypatch):
+def test_unreadable_checkpoints_are_not_called_damaged(finished, tmp_path, monkeypatch):
     """Too many open files, a missing permission: the run stops, checkpoints stay."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
@@ -409,7 +409,7 @@ def test_what_cannot_be_read_is_no_damage(finished, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_killed_and_continued_is_the_run_that_never_stopped(tmp_path, devices):
+def test_a_killed_and_continued_run_equals_an_uninterrupted_one(tmp_path, devices):
     """SIGKILL at a random moment, the same command again, bit for bit."""
     flags = [*FLAGS, "--config.train.epochs=4", "--config.model.dropout=0.2"]
     flags += ["--config.train.batch_size=8", "--config.stage_one.batch_size=8"]

@@ -217,7 +217,7 @@ def squared_errors(errors, batch):
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 10])
 @pytest.mark.parametrize("on_device", [True, False])
-def test_the_test_split_is_whole_whatever_the_batch(batch, on_device):  # UC-34
+def test_the_test_split_is_whole_for_every_batch_size(batch, on_device):  # UC-34
     trainer = squared_errors([1, 1, 1, 1, 5], batch)
     scores = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
     assert_close(scores["loss"], [5.8], floor=1e-6)
@@ -261,7 +261,7 @@ def test_eight_devices_equal_one():
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-def test_a_run_that_leaves_the_finite_stops_and_keeps_its_checkpoints(tmp_path):
+def test_a_run_with_infinite_loss_stops_and_keeps_its_checkpoints(tmp_path):
     trainer = trainer_of()
     goal, options = Goal(1, "accuracy"), Options(progress=False)
     train(trainer, goal, tmp_path, options=options)
@@ -419,7 +419,7 @@ def test_with_one_memory_sparse_and_dense_are_one_model():
             assert_close(a, b)
 
 
-def test_kernels_are_what_stage_one_may_move():
+def test_kernels_are_the_parameters_of_stage_one():
     trainer = trainer_of()
     model = trainer.task.build(nnx.Rngs(0))
     _, kernels, _ = nnx.split(model, KernelParam, ...)
@@ -460,7 +460,7 @@ def test_each_seed_draws_its_own_examples_once_for_all_epochs():
     assert_close(scores["loss"], expected["loss"], scale=10)
 
 
-def test_a_last_batch_that_is_not_full_counts_what_it_holds():
+def test_a_partial_last_batch_counts_only_its_examples():
     """An epoch of two steps by hand: 5 examples, then 2 beside 3 that only fill up."""
     trainer = trainer_of("MHM")
     train, score = trainer.task.train._replace(size=7), trainer.task.score
@@ -523,7 +523,7 @@ def test_one_patch_is_an_mlp_with_one_hidden_layer(reference):
     assert len(answers) == 2 and 20 <= counts.min() <= 60  # of 400, one in ten
 
 
-def test_start_values_are_those_of_the_release():
+def test_start_values_equal_the_start_values_of_the_release():
     """Uniform within 1 / sqrt(fan in) of zero; a class token from N(0, 1)."""
     model = ViH((8, 8, 1), 5, patch=4, size=64, rngs=nnx.Rngs(0))
     for layer, fan_in in (

@@ -73,7 +73,7 @@ def test_files_of_others_are_left_alone(tmp_path):
         workdir.check(tmp_path / "file", config_of(), {})
 
 
-def test_a_run_that_has_finished_nothing_binds_no_one(tmp_path):
+def test_a_run_without_results_does_not_bind_its_directory(tmp_path):
     with pytest.raises(RuntimeError), claimed(tmp_path, config_of(), READ):
         (tmp_path / "checkpoints").mkdir()
         with claimed(tmp_path / "cell", config_of(), READ):  # as in a study
@@ -137,7 +137,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_table_that_was_changed_is_not_believed(tmp_path, damage):
+def test_a_changed_table_is_refused(tmp_path, damage):
     path = begun(tmp_path / "run") / "metrics.csv"
     text = damage(path.read_bytes())
     assert text != path.read_bytes()
