@@ -1,4 +1,4 @@
-"""The benchmarks run: tiny sizes, one round, with the peers that are there."""
+"""The benchmarks run: tiny sizes, one round, with the installed peers."""
 
 import sys
 

@@ -1,3 +1,5 @@
+"""Calibration: choices of kernel, separation and beta, expected errors, wrong input."""
+
 import re
 
 import jax
@@ -68,7 +70,7 @@ CORRUPTIONS = {
 
 
 def one_fast(names):
-    """All but the first of them slow."""
+    """Cases of which all but the first are marked slow."""
     first, *others = names
     return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
@@ -92,7 +94,7 @@ def errors_and_top1(model, copies):
 
 
 def index_of(model):
-    """Where in the trials the chosen model is."""
+    """Index of the chosen model in its trials: candidate, separation, beta."""
     candidate = model.names.index(model.name)
     beta = np.flatnonzero(np.asarray(model.betas[candidate]) == float(model.beta))
     return candidate, model.separations.index(repr(model.separation)), beta[0]

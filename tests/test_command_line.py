@@ -16,7 +16,7 @@ def changed(name, key, value):
     node = config
     for part in path:
         node = node[part]
-    with config.ignore_type():  # as in a file that does not begin with a shipped one
+    with config.ignore_type():  # as in a file that does not start from a shipped config
         node[last] = value
     return config
 
@@ -169,7 +169,7 @@ def test_train_names_the_error(tmp_path):
         *progress, sentence = err.strip().splitlines()
         assert code == 2 and message in sentence, err
         assert all(" examples, " in line for line in progress), err
-    # The default directory is not bound by what failed in it.
+    # Failed runs do not bind the default directory.
     record = json.loads((tmp_path / "results/vision/digits/run.json").read_text())
     assert record["written"] == {}
     assert str(ROOT) not in json.dumps(record)

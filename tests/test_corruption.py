@@ -1,3 +1,5 @@
+"""Corruptions and their likelihoods, against definitions written out."""
+
 import functools
 import itertools
 

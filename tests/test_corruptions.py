@@ -1,4 +1,4 @@
-"""Corruptions of the experiments: the authors' code's, and dependent pixels."""
+"""Corruptions of the experiments: from the authors' code, and dependent pixels."""
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def test_the_limit_of_no_corruption_is_the_memory_itself(kind):
     np.testing.assert_array_equal(
         posterior_weights(corruption, queries), jnp.eye(4)[None]
     )
-    # What is a copy of no memory leaves the prior, and no NaN.
+    # A query that copies no memory leaves the prior, and no NaN.
     strangers = queries._replace(query=0.5 * memories.at[:, :2].multiply(2.0))
     weights = posterior_weights(corruption, strangers)[0]
     np.testing.assert_array_equal(weights[:2], jnp.eye(2, 4))

@@ -233,7 +233,7 @@ def test_arrays_are_read(tmp_path, array, shape, scale):
 
 
 def broken(tmp_path, case):
-    """Makes a broken input; gives its path."""
+    """Writes a broken input and returns its path."""
     path = tmp_path / "x.npy"
     match case:
         case "missing":
@@ -343,7 +343,7 @@ def test_wrong_arguments_are_named(call, message):
 
 def refused(path, message):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of damaged TIFF
+        warnings.simplefilter("ignore")  # Pillow warns of damaged TIFF
         with pytest.raises(ValueError, match=message) as raised:
             data.read_patterns(path)
     assert len(str(raised.value).splitlines()) == 1
@@ -448,7 +448,7 @@ def test_names_that_are_no_utf8_are_escaped(tmp_path):
 @pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tif"])
 def test_pictures_are_turned_upright(tmp_path, ending):
     pixels = np.kron(np.asarray([[30, 90], [150, 220]], np.uint8), np.ones((3, 4)))
-    # What the camera saw, and its orientation (EXIF tag 0x0112).
+    # The picture as the camera stored it, and its orientation (EXIF tag 0x0112).
     for name, turns, orientation in (("a", 0, 1), ("b", 2, 3), ("c", 1, 6)):
         exif = Image.Exif()
         exif[0x0112] = orientation

@@ -1,4 +1,4 @@
-"""`train.py` on series: files, studies that go on, exports, and wrong input."""
+"""`train.py` on series: files, interrupted studies, exports, and wrong input."""
 
 import json
 import re
@@ -118,7 +118,7 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
     np.testing.assert_allclose(float(trained["test_mse"]), (error**2).mean(), rtol=1e-5)
     np.testing.assert_allclose(float(trained["test_mae"]), abs(error).mean(), rtol=1e-5)
 
-    # The export: what follows the last window, in its units, under the next dates.
+    # The export: the forecast after the last window, in the units of the file.
     predictions = records(run / "predictions.csv")
     assert list(predictions[0]) == ["date", "load (MW)", "heat (C)"]
     dates = [row["date"] for row in predictions]
@@ -128,13 +128,13 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
     np.testing.assert_allclose(given, expected, rtol=1e-5)
     assert 30 < given[0][0] < 70
 
-    # What was deleted is written anew.
+    # Deleted files are written again.
     text = (run / "predictions.csv").read_bytes()
     (run / "predictions.csv").unlink()
     train_and_evaluate(tiny(path), run)
     assert (run / "predictions.csv").read_bytes() == text
 
-    # The scaler is that of the data that were trained on: others are refused.
+    # The scaler belongs to the training data: other data are refused.
     grown, given = tmp_path / "grown.csv", {"predict": str(path)}
     write(grown, rows=110)
     with pytest.raises(ValueError, match="config.cell.data=.*mine.csv, this one has"):
@@ -148,7 +148,7 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
     record = json.loads((run / "run.json").read_text())["read"][f"scaler of {path}"]
     np.testing.assert_array_equal(record["mean"], splits.scaler.mean)
 
-    # What follows another file.
+    # The forecast after another file.
     other = write(tmp_path / "new.csv", rows=14)
     study.config.predict = str(other)
     message = study.predict(cell, trainer, state, run)
@@ -172,7 +172,7 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
 
 
 def test_a_forecast_continues_by_the_calendar_of_the_model(tmp_path):
-    """Five weekdays alone are days; a model of weekdays goes on with weekdays."""
+    """Five weekdays look like days, but a model of weekdays continues with weekdays."""
     days = np.busday_offset("2024-01-01", np.arange(60))
 
     def read(dates):
@@ -189,9 +189,9 @@ def test_a_forecast_continues_by_the_calendar_of_the_model(tmp_path):
     assert not short.goes_on_like(learned)
 
 
-@pytest.mark.slow  # two runs, and four compilations of what judges them
+@pytest.mark.slow  # two runs, and four compilations of evaluations
 def test_external_memories(path, tmp_path, capsys):
-    """On the best checkpoint of a run that is there; what is frozen stays as it was."""
+    """Memories on the best checkpoint of a finished run; frozen parameters stay."""
     changes = {"train.epochs": 1, "bank": 5}
     run, tuned = tmp_path / "run", tmp_path / "run" / "tuned_memory"
     train_and_evaluate(tiny(path, external_memory="tune", **changes), run)
@@ -216,7 +216,7 @@ def test_external_memories(path, tmp_path, capsys):
     np.testing.assert_array_equal(stored[:, 0], splits.train.rows[:12].T)
     np.testing.assert_array_equal(stored[:, -1], splits.train.rows[-16:-4].T)
 
-    # Another memory, on what is finished.
+    # Another memory on the finished run.
     times = [(d / "metrics.csv").stat().st_mtime_ns for d in (run, tuned)]
     train_and_evaluate(tiny(path, external_memory="plug", **changes), run)
     *_, plain, plug = records(run / "results.csv")
@@ -237,7 +237,7 @@ def test_external_memories(path, tmp_path, capsys):
 @pytest.mark.slow  # four runs; `test_train_script.py` interrupts the same loop
 @pytest.mark.parametrize("arm", ["MHM", "GSH"])
 def test_a_study_continues_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm):
-    """Interrupted within its second horizon, it ends as one that was not."""
+    """A study interrupted in its second horizon ends like an uninterrupted study."""
     changes = {"arms": (arm,), "train.checkpoint_seconds": 0.0}
     two = tiny(path, horizon=(4, 6), **changes)
     advance, steps = Trainer.advance, []
@@ -337,7 +337,7 @@ def test_the_table_shows_the_numbers_of_the_paper():
 
 
 def test_several_windows(path):
-    """Each is a run; the table marks what validation chooses, the figure shows all."""
+    """Each window is a run; the table marks the choice of validation."""
     study = Forecasting(tiny(path, window=(8, 12), horizon=(4, 6), seeds=(0, 1)))
     cells = study.cells()
     assert len({cell.title for cell in cells}) == 8
@@ -345,7 +345,7 @@ def test_several_windows(path):
     sizes = {(c.horizon, study._loaded(*c[:3])[1].test.size) for c in cells}
     assert len(sizes) == 2  # the number of targets depends on the horizon alone
     rows = []
-    for cell in cells:  # the one with the higher test error is chosen
+    for cell in cells:  # validation chooses the window with the higher test error
         chosen = cell.window == (8 if cell.horizon == 4 else 12)
         row = study._record(cell) | {"parameters": 9, "test_mae": 1.0}
         row |= {

@@ -42,14 +42,14 @@ def number_of_parameters(model):
     return sum(x.size for x in jax.tree.leaves(nnx.state(model)))
 
 
-# Against what it must equal -----------------------------------------------------------
+# Equality with attention and with the functional core ---------------------------------
 
 
 @pytest.mark.parametrize(
     "options", [{}, dict(separation="entmax"), dict(steps=3)], ids=repr
 )
 def test_any_inverse_temperature(options):
-    """From one on the layer looks its nearest memory up, and nothing overflows."""
+    """At a high beta the layer returns the nearest memory, and nothing overflows."""
 
     def loss(association):
         return association(STATE, MEMORIES).sum()
@@ -71,7 +71,7 @@ def test_softmax_and_direct_values_equal_attention(bias):
     for name in ("query", "key", "value", "out"):
         weights = getattr(attention, name).kernel[...]
         getattr(hopfield.association, name).kernel[...] = weights
-        if bias:  # not zero, as they start
+        if bias:  # biases start at zero
             value = patterns(*getattr(attention, name).bias.shape, seed=9)
             getattr(attention, name).bias[...] = value
             getattr(hopfield.association, name).bias[...] = value
@@ -90,7 +90,7 @@ def test_softmax_and_direct_values_equal_attention(bias):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("separation", ["softmax", "softmax1", "entmax", "polynomial"])
 def test_values_of_few_states_are_means_of_values(separation, dropout):
-    """Few states project what they read, many the memories: the results agree."""
+    """Few states project the mean they read, many project the memories; both agree."""
     hopfield = layer(separation=separation, dropout=dropout, kernel=True)
     hopfield.value.bias[...] = patterns(1, D, seed=9)
     mask = jnp.asarray(np.arange(S) < np.asarray([[S], [3], [0]]))
@@ -113,7 +113,7 @@ def test_values_of_few_states_are_means_of_values(separation, dropout):
 
 
 def attentions(**options):
-    """Flax's layer and ours, with the same weights."""
+    """Flax's attention and the Hopfield attention, with the same weights."""
     attention = nnx.MultiHeadAttention(
         H, D, decode=False, keep_rngs=False, rngs=nnx.Rngs(3), **options
     )
@@ -152,7 +152,7 @@ def test_causal_attention():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.uint8], ids=str)
 def test_a_traced_mask_of_other_numbers_gives_nan(dtype):
-    """Never what the mask forbids: a float mask may mean what is added to overlaps."""
+    """No forbidden memory shows: a float mask may mean a term added to overlaps."""
     attention = HopfieldAttention(1, 2, use_bias=False, rngs=nnx.Rngs(0))
     eye = jnp.eye(2)
     for module in ("query", "key", "value", "out"):
@@ -182,7 +182,7 @@ def test_attention_sows_its_weights():
         if hasattr(nnx, "capture"):
             call = nnx.capture(model, nnx.Intermediate)
             _, state = call(STATE, MEMORIES, sow_weights=True)
-        else:  # an older Flax leaves them in the module
+        else:  # an older Flax leaves the weights in the module
             model(STATE, MEMORIES, sow_weights=True)
             state = nnx.pop(model, nnx.Intermediate)
         sown.append(jax.tree.leaves(state["attention_weights"]))
@@ -577,7 +577,7 @@ def test_dropout():
 
 
 def test_dropout_differs_between_heads_and_rows():
-    """Constant values, equal weights: what is read out counts the weights kept."""
+    """With constant values and equal weights the output counts the kept weights."""
     model = layer(num_heads=H, dropout=0.5, project_out=False, values="direct")
     ones = jnp.ones((B, 64, D), jnp.float32)
     result = model(ones[:, :L], ones, key=jax.random.key(0)).reshape(B, L, H, -1)
@@ -969,7 +969,7 @@ def test_stage_one_may_move_every_parameter_of_a_kernel():
 
     model = layer(kernel=Tied())
     _, kernels, _ = nnx.split(model, KernelParam, ...)
-    assert len(jax.tree.leaves(kernels)) == 1  # in two places, still one
+    assert len(jax.tree.leaves(kernels)) == 1  # one kernel in two places
     assert model.kernel.first.get_metadata()["mark"] == 1
 
     class Hidden(Tied):

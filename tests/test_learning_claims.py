@@ -1,4 +1,4 @@
-"""Claims about learning: what decides them, what stands beside, and curves."""
+"""Claims about learning: studies that decide, studies for comparison, curves."""
 
 import sys
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_the_image_table_is_judged_by_the_released_model():
 
 
 def test_the_maximal_training_accuracy_is_taken_from_the_last_epoch():
-    rows = arms(**{"MHM": 0.46, RELEASED: 0.55})  # and 0.99 at most, both
+    rows = arms(**{"MHM": 0.46, RELEASED: 0.55})  # both have the maximum 0.99
     judge = learning_claims.accuracy("cifar10", "MHM", 0)
     assert "56.1 ± 0.1 %, with U-Hop 65.1" in judge({"cifar10_table": rows}).reference
 
@@ -162,7 +162,7 @@ def test_convergence_is_judged_by_the_curves():
     assert judgement.verdict == PARTLY and "; all: never in all seeds of 4" in (
         judgement.reference
     )
-    # Curves are missing as studies are, and no results stand for them.
+    # Missing curves count as a missing study, even if the study has results.
     claim = row_of("faster convergence at every sample size of CIFAR-10,")
     first, second = claim.studies
     results = {first: rows, second: rows, f"{first}_curves": rows}
@@ -237,6 +237,6 @@ def test_forecasts_wait_for_their_file():
     assert judge({"etth1": rows}).verdict == PARTLY  # MSE lower, MAE the same
     assert judge({"etth1": rows[::3]}).verdict == UNDECIDED  # one seed
     assert judge({"etth1": rows[:3]}).verdict == UNTESTED
-    # Another window, which validation does not choose.
+    # Another window, not chosen by validation.
     longer = {"window": 336, "validation_loss": 0.31, "test_mse": 9.0}
     assert judge({"etth1": [r | longer for r in rows] + rows}) == judge({"etth1": rows})

@@ -1,4 +1,4 @@
-"""What a wheel holds, and that it works outside of the repository."""
+"""The contents of a wheel, and its commands outside of the repository."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ def test_every_package_is_in_the_wheel():
 
 
 def test_text_is_utf8_in_every_place():
-    """Whatever the locale: each file opened as text names its encoding."""
+    """Each file opened as text names its encoding, so that no locale matters."""
     texts = ("open", "fdopen", "read_text", "write_text", "NamedTemporaryFile")
     binary, wrong = {"'rb'", "'wb'", "'ab'", "'xb'", "'r+b'"}, []
     for folder in ("uhop_jax", "scripts", "benchmarks", "configs"):

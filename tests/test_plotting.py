@@ -15,7 +15,7 @@ from uhop_jax.training.arms import styles
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """Draws with a function of `plotting`, and gives the figure before it is saved."""
+    """Draws with a function of `plotting`; returns the figure that it would save."""
 
     def draw(function, *arguments, **options):
         saved = []
@@ -44,7 +44,7 @@ def box(artist):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_legend_leaves_the_axes_and_the_figure_whole(drawn, same):
-    """Twenty-five curves: the legend was taller than the figure, and lay on curves."""
+    """With 25 curves the legend was taller than the figure, and covered curves."""
     names = [[f"U-Hop max sparse, N={i}" for i in range(25)]] * 3
     if not same:
         names[2] = ["MHM"] + [f"method {i}" for i in range(3)]
@@ -207,7 +207,7 @@ def test_a_method_has_one_colour_everywhere():
     ("columns", "shown"), [(7, range(7)), (12, (*range(7), 11)), (1, (0,))]
 )
 def test_a_figure_of_forecasts_has_the_target(drawn, columns, shown):
-    """The last column, which is the target of ETT, was never drawn."""
+    """The last column, the target of ETT, is drawn."""
     values = np.arange(60.0)[:, None] + 100 * np.arange(columns)
     dates = np.datetime64("2020-01-01", "s") + np.arange(60) * np.timedelta64(3600, "s")
     names = tuple(f"c{i} (kW)" for i in range(columns))

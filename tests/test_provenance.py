@@ -1,4 +1,4 @@
-"""Result files say what made them, and are told from those of other code."""
+"""Result files have records of their code, and files of other code are stale."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def test_studies_of_softmax_alone_do_not_depend_on_entmax():
     alone = {name for name, kind in kinds.items() if kind == "vision, softmax"}
     assert {"cifar10_table", "cifar100_bilevel", "expressiveness_cifar10"} <= alone
     assert kinds["tiny20"] == kinds["patches"] == "vision"  # sparse and entmax arms
-    # Without arms the defaults of the config, which has sparse ones, are trained.
+    # Without arms the default arms of the config are trained, some of them sparse.
     command = "train.py --config=configs/vision.py:cifar10"
     assert provenance.kind_of(command) == "vision"
     arms = """--config.arms='("MHM",)'"""
@@ -137,7 +137,7 @@ def test_a_study_begun_by_other_code_starts_anew(monkeypatch, tmp_path, capsys):
     half = workdir / "half_done"
     half.touch()
     files.run("grid_mnist", "d")
-    assert half.exists()  # the same code goes on, under the commit that began
+    assert half.exists()  # the same code continues, under the commit that began the run
     assert files.made_by("grid_mnist")["commit"] == "a"
     versions["uhop_jax.losses"] = "2"
     capsys.readouterr()

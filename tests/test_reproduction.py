@@ -122,7 +122,7 @@ def test_a_number_of_the_page_is_in_its_file():
 
 @pytest.mark.parametrize("name", files.STUDIES)
 def test_a_result_file_is_of_the_printed_command(name):
-    asked = files.asked(name)  # a command that its config takes
+    asked = files.asked(name)  # the config takes the command
     script = shlex.split(files.STUDIES[name].command)[0]
     assert (ROOT / script).exists() and asked
     path = files.RESULTS / f"{name}.json"
@@ -176,7 +176,7 @@ def test_differences_are_paired_t_intervals():
     )
     assert change.sign == 1 and verdicts.difference(b, a).sign == -1
     assert verdicts.Difference(1.0, 1.1).sign == 0
-    assert verdicts.Difference(0.009, 0.0).sign == 0  # nothing to tell apart
+    assert verdicts.Difference(0.009, 0.0).sign == 0  # below the least difference
     assert verdicts.difference({0: 1.0}, {0: 5.0}).sign == 0  # one set has no interval
 
 
@@ -184,7 +184,7 @@ def test_differences_are_paired_t_intervals():
     ("tally", "reading"),
     [
         ((5, 5, 0, 10), 1),
-        ((4, 6, 0, 10), 0),  # mostly ties where there was something to win
+        ((4, 6, 0, 10), 0),  # mostly ties in cells that could be won
         ((0, 10, 0, 0), 1),  # nothing to win: both perfect
         ((8, 0, 2, 10), 0),
         ((5, 0, 5, 10), 0),
@@ -223,7 +223,7 @@ def test_least_error_is_of_the_papers_baselines_under_every_protocol():
     # A better cosine is printed for comparison, and changes no verdict.
     assert "random W: 0 won, 0 tied, 1 lost of 1" in judgement.fair
     assert retrieval_claims.least_error({"a": worse}).verdict == FAILS
-    # Evidence for and against is partly, whichever protocol it comes from.
+    # Evidence for and against gives "partly", whichever protocol it comes from.
     for rows in ({"a": worse, "b": fair}, {"a": better, "b": synthetic(0.9, "fair")}):
         assert retrieval_claims.least_error(rows).verdict == PARTLY
     assert "l1 0.95" in retrieval_claims.least_error({"a": worse}).paper
@@ -260,7 +260,7 @@ def test_each_loss_is_judged_at_its_own_best_rate():
         for method, rates in means.items():
             for rate, mean in rates.items():
                 for run in range(10):
-                    # On even sets, which choose, a rate may look better than it is.
+                    # On the even sets, which choose the rate, a rate may look too good.
                     luck = (
                         lucky * (method == "U-Hop max" and rate == "1") * (run % 2 == 0)
                     )
@@ -268,7 +268,7 @@ def test_each_loss_is_judged_at_its_own_best_rate():
                     about = {"method": method, "setting": f"N=50, rate {rate}"}
                     yield cell | about | {"run": run, "error": error}
 
-    # Equal rates of 1 would favour the average loss; its best is worse here.
+    # At the rate 1 the average loss is better; at the best rates it is worse.
     assert retrieval_claims.best_rates(list(rows(0))) == (0, 0, 1, 1)
     assert retrieval_claims.best_rates(list(rows(8.5))) == (1, 0, 0, 1)
 
@@ -328,6 +328,6 @@ def test_the_scatter_is_judged_in_the_design_of_the_paper(protocol, slope, verdi
         for run in (0, 9)
         for x in range(5)
     ]
-    if protocol == "paper":  # lower together within each memory set
+    if protocol == "paper":  # loss and error fall together within each memory set
         both = retrieval_claims.correlation(rows | {"within": within})
         assert both.verdict == (verdicts.HOLDS if slope > 0 else verdicts.PARTLY)

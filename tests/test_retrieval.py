@@ -1,3 +1,5 @@
+"""Retrieval, convergence and energies, against loops over single queries."""
+
 import functools
 import itertools
 
@@ -112,7 +114,7 @@ def naive_retrieve(
 
 
 def assert_rows_equal_naive(result, memories, query, **arguments):
-    """`arguments` are those of one row where they are lists."""
+    """Compares rows; an argument that is a list has an entry for each row."""
     rows = {k: v for k, v in arguments.items() if isinstance(v, list)}
     shared = {k: v for k, v in arguments.items() if k not in rows}
     states = result.state.reshape(-1, result.state.shape[-1])

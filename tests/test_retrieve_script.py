@@ -1,4 +1,4 @@
-"""`retrieve.py` and its parts: configs, records, every variant, the command line."""
+"""`retrieve.py`: configs, records, every variant, and the command line."""
 
 import csv
 import json
@@ -151,7 +151,7 @@ def test_each_family_of_kernels_draws_from_a_key_of_its_own(monkeypatch):
     assert len(used) == 2 + 1 + 2 + 2
     known = [*used, *(tuple(x) for x in jax.random.key_data(keys).tolist())]
     assert len(set(known)) == len(known)
-    # Nor does one of them give another.
+    # No key is derived from another.
     for data_of in used:
         key = jax.random.wrap_key_data(jnp.asarray(data_of, jnp.uint32))
         children = jax.vmap(lambda i, key=key: jax.random.fold_in(key, i))(
@@ -267,7 +267,7 @@ def test_patterns_beyond_the_unit_range_are_not_clamped(tmp_path, kinds):
     levels = {f"corruption.levels.{kind}": (0.05,) for kind in kinds}
     experiments.run(get_config("capacity", **changes, **levels), tmp_path / "run")
     rows = read(tmp_path / "run" / "results.csv")
-    # So little leaves the nearest memory where it was; clamped, nothing would.
+    # Noise this small keeps the nearest memory; clamped patterns would lose it.
     assert max(errors_of(rows)["cosine"]) < 1e-3
     with pytest.raises(ValueError, match="of this protocol needs patterns in"):
         config = get_config("capacity", **changes, protocol="reference")
@@ -281,7 +281,7 @@ def two_cells(**changes):
 
 
 def quick(study, cell, timed):
-    """Records of a cell that cost nothing."""
+    """Records of a cell, without any computation."""
     timed.done(1)
     scores = {"beta": 1 / 3, "error": cell.level / 7, "top1": 1.0, "exact": 0.5}
     rows = [sweep.base_row(study, cell, name, "", 0) for name in ("MHM", "cosine")]
@@ -289,7 +289,7 @@ def quick(study, cell, timed):
 
 
 def test_changed_results_and_changed_data_are_refused(tmp_path, monkeypatch):
-    """A line less, a digit less, and patterns that were swapped between two cells."""
+    """A missing line, a missing digit, and patterns swapped between two cells."""
     monkeypatch.chdir(tmp_path)
     values = data.load("digits", limit=60).values
     np.save("mine.npy", values)
@@ -304,7 +304,7 @@ def test_changed_results_and_changed_data_are_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="results.csv is not as the run has left"):
             sweep.run(experiment, config, workdir)
         assert path.read_bytes() == text
-    path.unlink()  # what is gone is computed again
+    path.unlink()  # missing results are computed again
     sweep.run(experiment, config, workdir)
     assert path.read_bytes() == whole
     np.save("mine.npy", values[::-1])
@@ -332,7 +332,7 @@ def test_a_late_failure_does_not_bind_the_directory(tmp_path):
 
 @pytest.mark.parametrize("variant", ["demo", "scatter"])
 def test_the_cells_of_a_run_show_its_progress(tmp_path, monkeypatch, variant):
-    """A part at a time, and all of it at the end: no run is at 0 of 1 throughout."""
+    """Progress grows in parts, and is whole at the end."""
     bars = []
 
     class Recorded(progress.Progress):
@@ -525,7 +525,7 @@ def photos(folder, patterns, shape):
 
 
 def renamed(folder):
-    """The folder with a name that is no UTF-8, and one that is no ASCII."""
+    """The folder with a file name that is no UTF-8, and a file name beyond ASCII."""
     for name, new in (("photo000.png", b"caf\xe9.png"), ("photo001.png", "é.png")):
         (folder / name).rename(folder / os.fsdecode(new))
     return folder
@@ -693,7 +693,7 @@ def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """A memory of twelve digits as the query variant saves it, its model made up."""
+    """A memory of twelve digits as the query variant saves it, with any model."""
     digits = data.load("digits", limit=12)
     with jax.enable_x64(False):
         one, table = jnp.ones(()), jnp.ones((1, 1))

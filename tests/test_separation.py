@@ -1,3 +1,5 @@
+"""Separations and their derivatives, against references in float64 and in mpmath."""
+
 import functools
 
 import jax
@@ -129,7 +131,7 @@ def _naive_conjugate_row(sep, z):
 
 
 def naive_conjugate(sep, z):
-    """`<p, z> - Omega(p)`, or the logsumexp it is, in float64."""
+    """`<p, z> - Omega(p)` in float64, as a logsumexp where it has this form."""
     z = np.asarray(z, dtype=np.float64)
     return np.apply_along_axis(functools.partial(_naive_conjugate_row, sep), -1, z)
 
@@ -197,7 +199,7 @@ def test_conjugate_is_convex(sep):
 
 
 def test_a_power_known_in_advance():
-    """One program in place of three; the general arithmetic is right everywhere."""
+    """A known power compiles one branch of three; the general branch is right too."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)))
     for alpha, power in ((1.3, Power.GENERAL), (1.5, Power.SQUARE), (2, Power.LINEAR)):
         assert Power.of(np.full(2, alpha)) is power
@@ -237,7 +239,7 @@ def test_derivative_in_alpha(function, alpha):
 @pytest.mark.parametrize("power", [None, Power.GENERAL], ids=str)
 @pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0])
 def test_second_derivatives(alpha, power):
-    """Each against differences of first ones, whatever arithmetic `alpha` allows."""
+    """Second derivatives are differences of first ones, for every branch of `alpha`."""
     z, cotangent = normal(2, 5, seed=3)
     h = 1e-4
 
@@ -404,7 +406,7 @@ def test_any_inverse_temperature(sep, dtype, jitted):
 @every_separation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_a_product_that_overflows(sep, dtype):
-    """The largest overlap has the weight, whatever becomes of the product."""
+    """The largest overlap has all weight, even if its product with beta overflows."""
     largest = float(jnp.finfo(dtype).max)
     overlaps = jnp.asarray(
         [[3, 3, 2, 1], [-4, -2, -2, -3], [1, -1, -1, -1]], dtype

@@ -1,3 +1,5 @@
+"""Memories sharded over devices and processes give the results of one device."""
+
 import os
 import socket
 import subprocess
@@ -9,7 +11,7 @@ from conftest import FAST, ROOT
 
 from uhop_jax import memory_mesh, shard_memories
 
-# Runs in processes of its own, as 8 devices of one or 2 of two.
+# Runs in separate processes: one process of 8 devices, or two of 2 devices.
 WORK = """
 import functools, os, re, sys
 import jax
@@ -149,7 +151,7 @@ def halves_of(results):
         out_specs=((P(), P()), P("data")))
 
 arguments = memories, parameters, queries, bags
-jax.eval_shape(halves_of(results), *arguments)  # what JAX refuses, it refuses here
+jax.eval_shape(halves_of(results), *arguments)  # errors of tracing show here
 split = dict(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
 jax.eval_shape(jax.shard_map(fits, **split), bags)
 (loss, outputs), slope = jax.jit(slopes_of(few))(*arguments)

@@ -1,3 +1,5 @@
+"""Similarities, against definitions written out for one query at a time."""
+
 import dataclasses
 
 import jax
@@ -68,7 +70,7 @@ def each(similarities):
 
 
 def combines(similarity):
-    """Whether it is a distance of features, whose parts other cases cover."""
+    """Whether a similarity is a distance of features; other cases cover its parts."""
     return isinstance(similarity, DISTANCES) and similarity.kernel is not None
 
 

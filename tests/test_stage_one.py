@@ -1,3 +1,5 @@
+"""Stage I: losses, gradient descent, closed form, likelihood, and U-Hop+."""
+
 import itertools
 import re
 
@@ -142,7 +144,7 @@ def test_loss_invariances(variant, features, scale, seed):
     scaled = jitted_loss(scale * features, **variant)
     if variant["normalize"]:
         assert_close(scaled, loss)
-    elif variant["kind"] != "deep":  # the larger the features, the lower
+    elif variant["kind"] != "deep":  # larger features have a lower loss
         assert (loss - scaled) * np.sign(scale - 1) >= -1e-10
 
 
@@ -167,7 +169,7 @@ def test_loss_is_not_convex(kind):
         separation_loss(memories @ w.T, kind=kind, normalize=False)
         for w in (weights, 0 * weights)
     )
-    assert middle > ends + 0.1  # a chord from -W to W runs below the middle
+    assert middle > ends + 0.1  # the chord from -W to W is below the loss at 0
 
 
 @few_examples
@@ -206,7 +208,7 @@ def test_distances_of_far_features_do_not_cancel(far, kind):
     expected = naive_loss(far, t * d, pairs="distinct", **options)  # W = sqrt(d) I
     for path in ("weights", "gram"):
         fitted = fit_sgd(features, rate=1e-9, steps=1, path=path, **options)
-        assert_close(fitted.loss[0], expected, floor=5e-3)  # features have rounded
+        assert_close(fitted.loss[0], expected, floor=5e-3)  # the features are rounded
     if d == 1:
         moved = 1e-9 * d * 2 * t * (far[1] - far[0]) ** 2
         assert_close(fitted.kernel.weights, [1 + moved])
@@ -225,7 +227,7 @@ def simplex(vertices):
         ("maximum", simplex(14)),
         ("maximum", jnp.concatenate([jnp.eye(3), -jnp.eye(3)])),
         ("deep", jnp.eye(5)[:3]),
-        ("deep", simplex(3)),  # more than fit at right angles
+        ("deep", simplex(3)),  # more than can be orthogonal
     ],
 )
 def test_bound_of_the_loss_is_attained(kind, features):
@@ -365,7 +367,7 @@ def test_rates_are_numbers_or_schedules(rate):
 @pytest.mark.parametrize("path", ["gram", "weights"])
 def test_snapshots_are_shorter_runs(path):
     memories, options = draw(M, D), {"rate": 0.01, "path": path}
-    marks = (0, 8, 3, 0, 7, 7, 1, 2, 8)  # in any order, and repeated
+    marks = (0, 8, 3, 0, 7, 7, 1, 2, 8)  # unordered and repeated
     fitted = fit_sgd(memories, steps=8, snapshots=marks, **options)
     assert fitted.snapshots.weights.shape == (9, D, D)
     by_mark = dict(zip(marks, fitted.snapshots.weights, strict=True))
@@ -560,12 +562,12 @@ def test_closed_form_without_ridge_makes_memories_orthonormal(shape):
         features = LinearKernel(W).memory_features(Xi)
         assert_close(features @ features.T, np.eye(len(Xi)), scale=100)
         loss = separation_loss(features, kind="deep")
-        assert_close(loss, -4.0)  # 2 t (0 - 1), which nothing is below
+        assert_close(loss, -4.0)  # 2 t (0 - 1), the lowest loss
         assert loss < separation_loss(Xi, kind="deep") - 0.01
 
 
 def probabilities(counts):
-    """Shares in rows, leaning on pairs of bins by as much as leave-one-out says."""
+    """Row probabilities, smoothed towards pairs of bins by a leave-one-out weight."""
     K = len(counts)
     if K == 1:
         return np.ones((1, 1))
@@ -809,7 +811,7 @@ def test_annealing_is_reproducible_over_sets_and_keeps_the_best(standard_promoti
 
 @pytest.mark.parametrize("kind", ["average", "maximum", "deep"])
 def test_every_loss_moves_batches_of_single_precision(kind):
-    rng = np.random.default_rng(0)  # as many as images are, where sums round
+    rng = np.random.default_rng(0)  # as large as images, where sums round
     memories = jnp.asarray(rng.uniform(size=(2, 30, 80)), jnp.float32)
     fitted = fit_sgd(memories, rate=0.01, steps=5, kind=kind, path="gram")
     assert (fitted.loss[:, -1] < fitted.loss[:, 0]).all()

@@ -65,7 +65,7 @@ def test_parameter_counts(series, horizon, scales, released, paper, uhop):
     model = functools.partial(count, series, 168, horizon, scales=scales)
     assert model() == paper
     assert model(kernel=kernels(256)) == uhop
-    dead = 3 * scales + 4 * (scales + 1)  # a scalar in each layer that nothing uses
+    dead = 3 * scales + 4 * (scales + 1)  # an unused scalar in each layer
     assert model(preset="released") == released - dead
 
 
@@ -201,7 +201,7 @@ def test_alpha_of_each_layer_starts_at_its_own_value():
 
 
 def permuted(model, order):
-    """The model that knows the series in another order."""
+    """A copy of the model with its series in another order."""
     copy = nnx.clone(model)
     for array in (copy.positions, copy.start):
         array[...] = array[...][order]
@@ -282,7 +282,7 @@ def test_plug_and_play_memory():
     output = model(x, bank=bank)
     assert np.abs(output - plain).max() > 1e-3
     assert_close(model(x, bank=bank[::-1]), output)
-    # What it reads, from the parts of the block.
+    # The memory read by hand, from the parts of the block.
     block, tokens = model.encoder[0], model.embedded(x)
     over_time = block.over_time(tokens, None)
     stored = block.over_time(model.embedded(bank), None)

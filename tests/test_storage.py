@@ -1,3 +1,5 @@
+"""Saved files: bit for bit, safe against interruption, damage and foreign files."""
+
 import json
 import os
 import threading
@@ -124,7 +126,9 @@ def test_saved_objects_are_loaded_bit_for_bit(tmp_path, make, dtype):
     assert path == tmp_path / "file.npz"
     assert os.listdir(tmp_path) == ["file.npz"]
     assert_same(load(path), tree)
-    with np.load(path, allow_pickle=False) as file:  # bytes and JSON, nothing else
+    with np.load(
+        path, allow_pickle=False
+    ) as file:  # the file holds bytes and JSON only
         parts = dict(file)
     assert json.loads(str(parts.pop("description")))["uhop_jax"] == 1
     assert {part.dtype for part in parts.values()} <= {np.dtype(np.uint8)}
@@ -199,7 +203,7 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch, fails):
 
 
 def test_of_several_writers_the_last_wins(tmp_path):
-    """Each has a temporary file of its own (C2-08)."""
+    """Each writer has its own temporary file (C2-08)."""
     memories = []
     for n in range(3):
         patterns = draw(64 * 2**n, 50, seed=n)

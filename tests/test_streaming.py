@@ -1,3 +1,5 @@
+"""Streamed retrieval and growing memories, against direct retrieval."""
+
 import functools
 
 import jax
@@ -54,7 +56,7 @@ CASES = [(s, Dot()) for s in SEPARATIONS] + [
 
 
 def slow(*case):
-    """A combination of what others cover."""
+    """A slow case, whose parts other cases cover."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 

@@ -1,4 +1,4 @@
-"""Each statement of the paper, as corrected, and that what is corrected is wrong."""
+"""Each statement of the paper as corrected, and counterexamples to printed ones."""
 
 import itertools
 import math
@@ -52,7 +52,8 @@ def features(x, similarity):
 def ball(seed, memories, similarity, distance, samples=64):
     """Patterns `(M, samples, d)` whose features lie at `distance` from a memory's.
 
-    Half of them towards another memory; bisection serves every feature map.
+    Half of the patterns lie towards another memory. Bisection finds the distance, for
+    every feature map.
     """
     rng, memories = np.random.default_rng(seed), np.asarray(memories)
     count = len(memories)
@@ -132,8 +133,8 @@ def test_a_limit_point_need_not_be_a_local_minimum():
     assert energy[1] < energy[0] - 1e-3
 
 
-# memories, query, beta, mu; found by a random search, which finds one in twenty stored
-# memories of four random patterns of the plane.
+# memories, query, beta, mu; from a random search over four patterns of the plane, which
+# finds a counterexample for one stored memory in twenty.
 NAIVE = (
     [[-0.595, 0.804], [0.546, 0.838], [-1.0, -0.024], [-0.554, -0.832]],
     [-0.9297, 0.1662],
@@ -537,7 +538,7 @@ def test_metastable_size_and_effective_memories():
 
 
 def softmax(z):
-    """Over each column."""
+    """Softmax over each column."""
     p = np.exp(z - z.max(0))
     return p / p.sum(0)
 
@@ -643,7 +644,7 @@ def test_duplicates_have_radius_zero_and_no_positive_separation():
         assert (slack[jnp.array([1, 3])] < 0).all()
     good = theory.well_separated(memories, beta=100.0, distance=0.1)
     assert not good[jnp.array([1, 3])].any()
-    same = jnp.ones((2, 6))  # maps all balls to the one pattern, and stores none
+    same = jnp.ones((2, 6))  # maps all balls to one pattern, and stores none
     assert not theory.well_separated(same, beta=0.1, distance=0.1).any()
 
 
@@ -783,7 +784,7 @@ def test_all_can_be_traced_and_single_precision_stays(dtype):
 
 @pytest.mark.parametrize("similarity", BALL_SIMILARITIES[::2], ids=name)
 def test_bounds_have_the_slopes_of_finite_differences(similarity):
-    """Though each memory is at no distance of itself."""
+    """Slopes are finite, although each memory is at distance 0 from itself."""
 
     @jax.jit
     def statements(memories, beta, distance):

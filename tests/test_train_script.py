@@ -78,7 +78,7 @@ def script(*flags, devices=1, wait=True, **variables):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that is over, and what it printed."""
+    """The directory of a finished run."""
     workdir = tmp_path_factory.mktemp("finished")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         train_and_evaluate(tiny(seeds=(0, 1)), workdir)
@@ -131,7 +131,7 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
 
 
 def test_the_last_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
-    """No checkpoint is chosen by the test split: the number is that of the table."""
+    """The test split chooses no checkpoint: the table has the printed accuracy."""
     train_and_evaluate(tiny(seeds=(0, 1), eval_only=True), finished)
     printed = capsys.readouterr().out
     rows = records(finished / "results.csv")
@@ -170,7 +170,7 @@ def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
     phases = [row["phase"] for row in records(inner / "metrics.csv")]
     assert phases == ["stage_one", "task"]
     assert "max train acc. %" in capsys.readouterr().out
-    # Another arm later finds the others finished.
+    # A run with another arm keeps the finished arms.
     before = (inner / "metrics.csv").stat().st_mtime_ns
     changes |= {"arms": arms, "sizes": (20,)}
     train_and_evaluate(tiny(**changes), tmp_path)
@@ -282,7 +282,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
 
 
 def test_other_data_are_refused(finished, monkeypatch):
-    """One image that was swapped, for training, scores and predictions."""
+    """Two swapped images are refused in training, scores and predictions."""
 
     def swapped(source, *, split, directory):
         images = labelled_images(source, split=split, directory=directory)
@@ -328,7 +328,7 @@ def state_of(workdir):
     step = max(int(p.name) for p in path.iterdir() if p.name.isdecimal())
     reader = ocp.PyTreeCheckpointer()
     shapes = reader.metadata(path / str(step) / "default").item_metadata.tree
-    kind = ocp.RestoreArgs(restore_type=np.ndarray)  # whatever the devices were
+    kind = ocp.RestoreArgs(restore_type=np.ndarray)  # for any devices
     arguments = jax.tree.map(lambda _: kind, shapes)
     tree = reader.restore(path / str(step) / "default", restore_args=arguments)
     return step, tree
@@ -350,7 +350,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
     damaged = files_of(run / "checkpoints" / "8")
     with pytest.raises(ValueError, match="checkpoint .*8 is damaged: the command that"):
         train_and_evaluate(tiny(seeds=(0, 1), eval_only=True), run)
-    # What others have put there is no checkpoint, and stays.
+    # A foreign file is no checkpoint, and stays.
     mine = run / "checkpoints" / "best_model" / "metrics" / "metrics"
     mine.parent.mkdir(parents=True)
     mine.write_text("no JSON")
@@ -363,7 +363,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
 
 @pytest.mark.parametrize("limit", [600, 3000, 20_000])
 def test_a_full_disk_is_one_sentence(tmp_path, limit):
-    """Files may grow to so many bytes: of tables, of checkpoints, of pictures."""
+    """A limit on file sizes stops tables, checkpoints and pictures."""
     program = f"""
 import resource, runpy, sys
 import uhop_jax.training
@@ -493,7 +493,7 @@ def test_the_table_of_arms_is_whole():
 
 @pytest.mark.filterwarnings("ignore:a patch of")
 def test_the_reference_runs_the_released_model(tmp_path):
-    """Its layer with Stage I and without, each seed on images that it draws."""
+    """The released layer with Stage I and without; each seed draws its own images."""
     changes = {"train.epochs": 1, "stage_one.epochs": 1, "patches": (8,)}
     changes |= {"model.num_heads": 1, "seeds": (0, 1), "data.held_out": 100}
     config = tiny("reference", **changes)

@@ -75,7 +75,7 @@ def trainer_of(arm="MHM + U-Hop", *, images=None, seeds=(0,), batch=8, **options
 
 
 def run(trainer, state, *, epoch=0, on_device=True, phase="task"):
-    """An epoch."""
+    """Runs one epoch and returns its last state."""
     data = Data(trainer, on_device=on_device)
     part = Phase(phase, 1, trainer.steps_per_epoch)
     *_, (_, last) = data.run(state, part, epoch, 0)
@@ -188,7 +188,7 @@ def test_stage_one_steps_are_sgd_on_the_separation_loss():
 
 
 def squared_errors(errors, batch):
-    """A task whose example `i` has the error `errors[i]`, whatever the model."""
+    """A task whose example `i` has the error `errors[i]` under every model."""
 
     def build(rngs):
         return nnx.Linear(1, 1, rngs=rngs)
@@ -223,7 +223,7 @@ def test_the_test_split_is_whole_for_every_batch_size(batch, on_device):  # UC-3
     assert_close(scores["loss"], [5.8], floor=1e-6)
     np.testing.assert_allclose(np.sqrt(scores["loss"]), [2.40831892], rtol=1e-7)
     assert_close(scores["right"], [0.8], floor=1e-6)
-    # A mean over batches, of which the last one counts as a full one.
+    # The mean over batches, in which a partial last batch counts as a full batch.
     split = trainer.task.test._replace(by_batch=True)
     trainer.task = trainer.task._replace(test=split)
     scores = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
@@ -294,7 +294,7 @@ def test_the_judged_checkpoint_is_kept_and_never_a_nan(tmp_path):
     ]
     trainer, goal = squared_errors([1, 2], 2), Goal(6, "loss", least=True)
     trainer.task = trainer.task._replace(validation=trainer.task.test)
-    for restarted in (False, True):  # in one go, and opened anew for each step
+    for restarted in (False, True):  # in one run, and restarted before each step
         directory = tmp_path / str(restarted)
         for step in range(1, 7):
             if step == 1 or restarted:
@@ -303,7 +303,7 @@ def test_the_judged_checkpoint_is_kept_and_never_a_nan(tmp_path):
             checkpoints.save(step, {"x": jnp.full(2, step)}, keep)
             if step == 6 or restarted:
                 checkpoints.close()
-        assert keep == 2  # of equal ones the first
+        assert keep == 2  # the first of equal epochs
         assert sorted(int(p.name) for p in directory.iterdir()) == [2, 5, 6]
         checkpoints = Checkpoints(directory, read_only=True)
         state = checkpoints.restore(2, {"x": jnp.zeros(2, jnp.int64)})
@@ -442,7 +442,11 @@ def test_each_seed_draws_its_own_examples_once_for_all_epochs():
         orders = [np.asarray(trainer.order(epoch)["task"]) for epoch in (0, 1)]
         stage = np.asarray(trainer.stage_order(0))
         for rows in orders:
-            assert rows.shape == (len(seeds), 3, 4)  # two in the last that do not count
+            assert rows.shape == (
+                len(seeds),
+                3,
+                4,
+            )  # the last batch has two examples for padding
         each = [{*r.ravel()[:10]} for r in orders[0]]
         for number, examples in enumerate(each):
             assert len(examples) == 10
@@ -450,7 +454,7 @@ def test_each_seed_draws_its_own_examples_once_for_all_epochs():
             assert {*stage[number].ravel()} == examples
         seen.append(each)
     assert seen[0][1] == seen[1][0] and seen[0][0] != seen[0][1]
-    # Judged without dropout, a seed sees what it is trained on.
+    # Evaluated without dropout, a seed sees its own training examples.
     arrays = trainer.place(dict(train.arrays))
     state = trainer.init()
     scores = trainer.evaluate(state, arrays, 10, train.take, drawn=True)
@@ -461,7 +465,7 @@ def test_each_seed_draws_its_own_examples_once_for_all_epochs():
 
 
 def test_a_partial_last_batch_counts_only_its_examples():
-    """An epoch of two steps by hand: 5 examples, then 2 beside 3 that only fill up."""
+    """An epoch of two steps by hand: 5 examples, then 2 examples and 3 for padding."""
     trainer = trainer_of("MHM")
     train, score = trainer.task.train._replace(size=7), trainer.task.score
     trainer = Trainer(
@@ -515,7 +519,7 @@ def test_one_patch_is_an_mlp_with_one_hidden_layer(reference):
     h = np.maximum(apply(layer.out, y), 0)
     h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5)
     assert_close(model(images), apply(model.head, h))
-    # A dropped weight leaves nothing of the image: one answer for all such draws.
+    # A dropped weight removes the image: all such draws have one answer.
     drawn = np.asarray(
         model(jnp.tile(images[:1], (400, 1, 1, 1)), key=jax.random.key(0))
     )

@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, what it has read, and that it is whole."""
+"""The directory of a run: its config, its data, and damaged or changed files."""
 
 import json
 import re
@@ -149,7 +149,7 @@ def test_a_changed_table_is_refused(tmp_path, damage):
 
 
 def test_a_run_killed_while_writing_has_the_table_before(tmp_path, monkeypatch):
-    """Between the record and the table, and again when it goes on."""
+    """Killed between record and table, and again when the run continues."""
     path = begun(tmp_path / "run") / "metrics.csv"
 
     def killed(path, write):
