@@ -37,7 +37,7 @@ class Claim(NamedTuple):
       judge: function from the rows of the existing result files to the judgement.
       rule: how the verdict follows from the numbers.
       missing: why the claim is not tested, and what a test would cost.
-      beside: studies that are printed for comparison and decide no verdict.
+      compared: studies that are printed for comparison and decide no verdict.
       part: ending of the files that are read: "" for `NAME.csv`, "_curves" for
         `NAME_curves.csv`.
     """
@@ -48,7 +48,7 @@ class Claim(NamedTuple):
     judge: Callable[[Results], Judged]
     rule: str
     missing: str = ""
-    beside: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
     part: str = ""
 
 
@@ -56,14 +56,14 @@ def judged(claim: Claim, results: Results) -> Judged:
     """The judgement of a claim; "not tested" if no result file exists.
 
     A claim with a missing study neither holds nor fails, since part of the evidence is
-    missing, unless the study is in `beside`.
+    missing, unless the study is in `compared`.
     """
     files = {name: results.get(name + claim.part) for name in claim.studies}
     present = {name: rows for name, rows in files.items() if rows}
     if not present:
         return Judged()
     judgement = claim.judge(present)
-    if files.keys() - present.keys() - set(claim.beside):
+    if files.keys() - present.keys() - set(claim.compared):
         less = {HOLDS: PARTLY, FAILS: UNDECIDED, NOT_AS_STATED: UNDECIDED}
         return judgement._replace(
             verdict=less.get(judgement.verdict, judgement.verdict)

@@ -165,8 +165,8 @@ def run(name: str, data: str) -> None:
     command = STUDIES[name].command if name in STUDIES else here
     record = provenance.made_now(kind(name), command)
     if name in STUDIES:
-        workdir, beside = WORK / name, WORK / f"{name}.made_by.json"
-        begun = provenance.read(beside)
+        workdir, record_path = WORK / name, WORK / f"{name}.made_by.json"
+        begun = provenance.read(record_path)
         same = [begun.get(k) == record[k] for k in ("modules", "command")]
         if all(same):
             record = begun
@@ -174,7 +174,7 @@ def run(name: str, data: str) -> None:
             print(f"{name}: begun by other code or another command, begins anew")
             shutil.rmtree(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
-        provenance.write(beside, record)
+        provenance.write(record_path, record)
         flags = [f"--workdir={workdir}"] + [f"--config.data.dir={data}"] * bool(data)
         arguments = [sys.executable, *shlex.split(command), *flags]
         subprocess.run(arguments, cwd=ROOT, check=True)

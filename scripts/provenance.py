@@ -35,7 +35,7 @@ INERT = {
     "uhop_jax.command_line": "parses flags",
     "uhop_jax.experiments.figures": "draws",
     "uhop_jax.experiments.query": "a command for patterns of one's own: no study",
-    "uhop_jax.paper": "numbers of the paper, printed beside",
+    "uhop_jax.paper": "numbers of the paper, printed for comparison",
     "uhop_jax.plotting": "draws",
     "uhop_jax.progress": "says how far a run is",
     "uhop_jax.records": "writes files and summaries",

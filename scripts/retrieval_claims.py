@@ -135,12 +135,12 @@ def least_error(results: Results) -> Judged:
             tally, text = compare(rows, protocol, lambda m, r=rivals: m in r)
             parts.append(f"{name}: {text}")
             readings.append(tally.reading)
-        beside, _ = compare(rows, protocol, left_out)
-        if beside.total:
+        others, _ = compare(rows, protocol, left_out)
+        if others.total:
             which = (
                 "random W" if protocol != "fair" else "cosines, squared l2, random W"
             )
-            parts.append(f"for comparison, {which}: {beside} of {beside.total}")
+            parts.append(f"for comparison, {which}: {others} of {others.total}")
         texts[protocol] = "; ".join(parts)
     return Judged(**texts, verdict=of_readings(readings))
 

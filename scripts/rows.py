@@ -148,7 +148,7 @@ def _retrieval() -> list[Claim]:
                 "reading, and each is for the claim from 0.7 on, against it below 0.3; "
                 "the fair reading, in which no run climbs and each run has its own "
                 "best beta, decides nothing",
-                beside=(f"scatter_{data}_fair",),
+                compared=(f"scatter_{data}_fair",),
             )
         )
     for data, name in NAMES.items():
@@ -214,7 +214,7 @@ def _images() -> list[Claim]:
             (*TABLES, TINY, *BILEVEL, learning.PATCHES),
             learning.learning_margin,
             GAIN,
-            beside=(*BILEVEL, learning.PATCHES),
+            compared=(*BILEVEL, learning.PATCHES),
         ),
         Claim(
             ("sec:exp_sl", "dfn:separation-loss"),
@@ -227,7 +227,7 @@ def _images() -> list[Claim]:
             "beyond 2, and the model without Stage I gains beyond 2; otherwise "
             "undecided. The loss for deep learning decides nothing, since the paper "
             "prefers neither loss",
-            beside=(*DEEP, *BILEVEL, learning.PATCHES),
+            compared=(*DEEP, *BILEVEL, learning.PATCHES),
         ),
         Claim(
             ("algo:bi-level",),
@@ -240,7 +240,7 @@ def _images() -> list[Claim]:
             "a gain where the kernel acts, on Tiny ImageNet or with patches of 8 (by "
             "the rule of the margin in learning); without results of CIFAR that rule "
             "decides",
-            beside=(TINY, learning.PATCHES),
+            compared=(TINY, learning.PATCHES),
         ),
     ]
     for (data, model), stated in paper.ACCURACIES.items():
@@ -273,7 +273,7 @@ def _accuracy(data: str, model: str, stated: paper.Accuracy, column: int) -> Cla
         learning.accuracy(data, model, column),
         rule,
         f"train.py --config=configs/vision.py:{data} --config.arms={arms}",
-        beside=studies[1:],
+        compared=studies[1:],
     )
 
 

@@ -40,7 +40,7 @@ def test_every_kind_keeps_shape_and_is_a_function_of_its_key(kind):
     assert (query != IMAGES).any()
 
 
-def test_dropout_doubles_what_it_keeps():
+def test_dropout_doubles_the_kept_components():
     query = np.asarray(Dropout(0.5)(KEY, IMAGES))
     kept = query != 0
     assert_close(query[kept], 2 * np.asarray(IMAGES)[kept])

@@ -469,7 +469,7 @@ def test_masked_memories_equal_their_absence(memories):
     assert_close(model(STATE, stored, mask=mask, association_mask=pairs), expected)
 
 
-def test_heads_see_what_their_mask_shows():
+def test_heads_see_the_memories_of_their_mask():
     model = layer(num_heads=H)
     seen = jax.random.bernoulli(jax.random.key(4), 0.5, (B, H, L, S))
     seen = seen.at[..., 2].set(True)
@@ -921,7 +921,7 @@ def test_separation_losses_of_stacked_layers():  # C2-02
     assert_close(mapped.loss[0], scanned.loss[0])
 
 
-def test_separation_losses_leave_the_model_as_it_is():
+def test_separation_losses_leave_the_model_unchanged():
     class Random(nnx.Module):
         def __init__(self, rngs):
             self.dropout = nnx.Dropout(0.5, rngs=rngs)

@@ -93,7 +93,7 @@ def test_a_study_for_comparison_caps_no_verdict():
     claim = row_of("CIFAR-10, MHM, test accuracy")
     results = {"cifar10_table": arms(**{"MHM": 0.51, RELEASED: 0.545})}
     assert claims.judged(claim, results).verdict == HOLDS
-    capped = claim._replace(beside=())
+    capped = claim._replace(compared=())
     assert claims.judged(capped, results).verdict == PARTLY
     claim = row_of("what U-Hop gains in learning")
     names = {"MHM": 0.5, RELEASED: 0.55, f"{RELEASED}, no Stage I": 0.5}
@@ -102,7 +102,7 @@ def test_a_study_for_comparison_caps_no_verdict():
     del results["cifar100_table"]
     assert claims.judged(claim, results).verdict == PARTLY
     for claim in CLAIMS:
-        assert set(claim.beside) < set(claim.studies) or not claim.beside
+        assert set(claim.compared) < set(claim.studies) or not claim.compared
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from verdicts import (  # noqa: E402
     VERDICTS,
 )
 
-# Theorems, lemmas, figures and tables of the paper, but for the notation.
+# Theorems, lemmas, figures and tables of the paper, except notation.
 LABELS = """
 lemma:retrieval_dyn lemma:convergence lem:help-conv lem:converge-gd thm:exact
 coro:exact_coro thm:perfect_kernel def:stored_and_retrieved def:max-loss
@@ -196,7 +196,7 @@ def test_the_rule_of_cells(tally, reading):
 
 
 def synthetic(uhop, protocol, others=(), method="U-Hop", setting="N=100"):
-    """Four memory sets of one cell; U-Hop's errors follow those of MHM."""
+    """Four memory sets of one cell; U-Hop's errors follow the errors of MHM."""
     cell = {"data": "mnist", "protocol": protocol, "memories": 100}
     cell |= {"corruption": "mask", "level": 0.5}
     named = [("MHM", "", 1.0), ("Sparse MHM", "", 1.1), ("DAM 10", "", 3.0)]

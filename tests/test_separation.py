@@ -386,7 +386,7 @@ LEVELS = ([0.875, 0.875, 0.5, -1], [-0.25, -0.5, -2, -3], [0.7, 0.1, 0.3, 0.2])
 @every_dtype
 @pytest.mark.parametrize("jitted", [False, True])
 def test_any_inverse_temperature(sep, dtype, jitted):
-    """Inside of jit the product with `beta` is fused into what follows."""
+    """Inside of jit the product with `beta` is fused into the separation."""
     beta = jnp.asarray(BETAS, jnp.float32)[:, None] * jnp.ones((1, len(LEVELS)), "f")
     overlaps = jnp.broadcast_to(jnp.asarray(LEVELS, dtype), (len(BETAS), 3, 4))
     scaled = np.asarray(beta, np.float64)[..., None] * np.asarray(overlaps, np.float64)

@@ -640,8 +640,8 @@ def test_likelihood_learns_from_two_million_values():
 
 
 def test_bins_have_equal_mass_except_for_repeated_values():
-    # Most of what is not zero is within a hundredth of its range, as in scans, and a
-    # tenth of it is one value, which is too rare for an atom.
+    # Most nonzero values are within a hundredth of the range, as in scans. A tenth of
+    # them are one value, which is too rare for an atom.
     values = np.random.default_rng(0).uniform(size=(100, 300))
     grey = np.where(values < 0.7, 0, 1 - values**40)
     grey = jnp.asarray(np.where(values > 0.97, 0.99, grey))

@@ -200,7 +200,7 @@ def test_any_block(block, on_host):
     ],
     ids=label,
 )
-def test_gradients_equal_those_of_direct_retrieval(separation, similarity):
+def test_gradients_equal_the_gradients_of_direct_retrieval(separation, similarity):
     mask = jnp.arange(COUNT) % 7 > 0
     separation = jax.tree.map(jnp.asarray, separation)
     arrays = [jnp.asarray(x) for x in (MEMORIES, QUERY, VALUES)]

@@ -182,7 +182,7 @@ def test_error_bounds_hold_in_the_ball_and_follow_from_one_another(similarity):
         assert (in_ball <= paper * slack).all()
 
 
-def test_the_error_bound_of_the_paper_says_nothing_for_the_closest_memories():
+def test_the_error_bound_of_the_paper_is_vacuous_for_the_closest_memories():
     for seed in range(20):
         memories = gaussian(seed, 5, 3)
         m = norm(memories).max()

@@ -1,4 +1,4 @@
-"""Training steps: what each schedule moves, and that nothing depends on the machine."""
+"""Training steps: parameters that schedules move, and equality on any machine."""
 
 import os
 import subprocess
