@@ -1,4 +1,4 @@
-"""What the paper claims from experiments: rows of the report and what judges them."""
+"""Claims of the paper from experiments: rows of the report, and their judges."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ Results = Mapping[str, Rows]
 
 
 class Judged(NamedTuple):
-    """Our numbers in three columns of evidence, and a verdict.
+    """The evidence on a claim in three readings, and a verdict.
 
     Attributes:
-      reference: as the authors' code runs.
-      paper: as the text has it.
-      fair: every method at its own best.
+      reference: numbers measured as the authors' code runs.
+      paper: numbers measured as the text of the paper describes.
+      fair: numbers with every method at its own best settings.
       verdict: one of `verdicts.VERDICTS`.
     """
 
@@ -31,14 +31,15 @@ class Claim(NamedTuple):
     """A row of the report.
 
     Attributes:
-      labels: of the paper.
-      says: what it states.
-      studies: whose result files the row is made from.
-      judge: makes the row from those that exist.
+      labels: labels of the paper's sections, figures, tables and equations.
+      says: the statement of the paper.
+      studies: names of the studies whose result files are read.
+      judge: function from the rows of the existing result files to the judgement.
       rule: how the verdict follows from the numbers.
-      missing: why it is not tested, and what that would cost.
-      beside: those of the studies that stand beside and decide nothing.
-      part: which files of the studies it reads: "" for `NAME.csv`, or an ending.
+      missing: why the claim is not tested, and what a test would cost.
+      compared: studies that are printed for comparison and decide no verdict.
+      part: ending of the files that are read: "" for `NAME.csv`, "_curves" for
+        `NAME_curves.csv`.
     """
 
     labels: tuple[str, ...]
@@ -47,25 +48,27 @@ class Claim(NamedTuple):
     judge: Callable[[Results], Judged]
     rule: str
     missing: str = ""
-    beside: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
     part: str = ""
 
 
 def judged(claim: Claim, results: Results) -> Judged:
-    """The row's numbers, or that it is not tested.
+    """The judgement of a claim; "not tested" if no result file exists.
 
-    With a study missing a claim neither holds nor fails, since part of the evidence is
-    out, unless that study decides nothing.
+    A claim with a missing study neither holds nor fails, since part of the evidence is
+    missing, unless the study is in `compared`.
     """
     files = {name: results.get(name + claim.part) for name in claim.studies}
-    there = {name: rows for name, rows in files.items() if rows}
-    if not there:
+    present = {name: rows for name, rows in files.items() if rows}
+    if not present:
         return Judged()
-    found = claim.judge(there)
-    if files.keys() - there.keys() - set(claim.beside):
+    judgement = claim.judge(present)
+    if files.keys() - present.keys() - set(claim.compared):
         less = {HOLDS: PARTLY, FAILS: UNDECIDED, NOT_AS_STATED: UNDECIDED}
-        return found._replace(verdict=less.get(found.verdict, found.verdict))
-    return found
+        return judgement._replace(
+            verdict=less.get(judgement.verdict, judgement.verdict)
+        )
+    return judgement
 
 
 def spread(sample: Sequence[float], unit: str = "") -> str:

@@ -1,11 +1,11 @@
-"""Puts a run of the reference protocol beside the numbers of the authors' own code.
+"""Compares a run of the reference protocol with numbers of the authors' own code.
 
 python scripts/compare_reference.py docs/results/reference_mnist.csv
 
 `tests/official_numbers.csv` holds means and standard deviations over memory sets,
 measured with the code that the paper's authors released (MAGICS-LAB/UHop, cdac754), its
-algorithm unchanged. Memory sets differ between the two, so means agree to within their
-standard errors: `z` is their difference in units of it.
+algorithm unchanged. The two codes draw different memory sets, so that means agree only
+to within standard errors: `z` is the difference of two means over its standard error.
 """
 
 import csv
@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 OFFICIAL = Path(__file__).parent.parent / "tests" / "official_numbers.csv"
-FLOOR = 0.05  # least standard error: rows without spread agree if they are this near
+FLOOR = 0.05  # smallest standard error, for rows without spread
 
 
 def key(row: dict[str, str]) -> tuple:
-    """What a number is about, the same in both files."""
+    """Cell, method and setting of a row, equal in both files."""
     return (
         row["data"],
         row["corruption"],
@@ -32,30 +32,32 @@ def key(row: dict[str, str]) -> tuple:
 
 
 def compare(results: Path) -> list[tuple[str, tuple, float, float, float]]:
-    """Table, key, official mean, our mean and `z` of every number in both files."""
-    ours = defaultdict(list)
+    """Table, key, official mean, mean of this library and `z` of every common row."""
+    errors = defaultdict(list)
     with results.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            ours[key(row)].append(float(row["error"]))
-    found = []
+            errors[key(row)].append(float(row["error"]))
+    rows = []
     with OFFICIAL.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            sample = ours.get(key(row), [])
+            sample = errors.get(key(row), [])
             if len(sample) > 1:
                 mean, sd, n = (float(row[name]) for name in ("mean", "sd", "seeds"))
                 pooled = max(sd, float(np.std(sample, ddof=1)))
                 error = pooled * (1 / n + 1 / len(sample)) ** 0.5
                 z = (np.mean(sample) - mean) / max(error, FLOOR)
-                found.append((row["table"], key(row), mean, float(np.mean(sample)), z))
-    return found
+                rows.append((row["table"], key(row), mean, float(np.mean(sample)), z))
+    return rows
 
 
 def main() -> None:
-    """Prints every row, and how many are within two and three standard errors."""
+    """Prints every row, and the number of rows within two and three standard errors."""
     rows = [row for path in sys.argv[1:] for row in compare(Path(path))]
-    for table, about, theirs, mean, z in rows:
+    for table, about, official, mean, z in rows:
         name, *rest = about[4], *about[:4], about[5]
-        print(f"{table:20} {name:20} {rest!s:46} {theirs:9.3g} {mean:9.3g} z {z:5.1f}")
+        print(
+            f"{table:20} {name:20} {rest!s:46} {official:9.3g} {mean:9.3g} z {z:5.1f}"
+        )
     z = np.abs([row[-1] for row in rows])
     print(
         f"{len(z)} rows, {(z <= 2).sum()} within 2 standard errors, {(z <= 3).sum()} "

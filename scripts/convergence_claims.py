@@ -18,20 +18,23 @@ def averages(rows: Rows) -> Rows:
     """The mean of each accuracy over the epochs of a run: the area under its curve."""
     return [
         dict(zip(KEYS, key, strict=True))
-        | {name: float(np.mean([row[name] for row in ours])) for name in PARTS.values()}
-        for key, ours in records.grouped(rows, KEYS).items()
+        | {
+            name: float(np.mean([row[name] for row in epochs]))
+            for name in PARTS.values()
+        }
+        for key, epochs in records.grouped(rows, KEYS).items()
     ]
 
 
 def epochs_needed(rows: Rows) -> str:
-    """Epochs in which U-Hop reaches the training accuracy that MHM ends with.
+    """Epochs until U-Hop reaches the last training accuracy of MHM, in words.
 
-    The mean over seeds, of one data set and size; "never" if a seed does not reach it.
+    The mean over seeds of one data set and size; "never" if a seed does not reach it.
     """
     runs: dict[str, list[list[float]]] = {"MHM": [], RELEASED: []}
-    for (arm, _), ours in records.grouped(rows, ("arm", "seed")).items():
+    for (arm, _), epochs in records.grouped(rows, ("arm", "seed")).items():
         if arm in runs:
-            ordered = sorted(ours, key=lambda row: row["epoch"])
+            ordered = sorted(epochs, key=lambda row: row["epoch"])
             runs[arm].append([row["train_accuracy"] for row in ordered])
     goal = np.mean([curve[-1] for curve in runs["MHM"]])
     curves = np.asarray(runs[RELEASED])
@@ -63,7 +66,10 @@ def _size(key: Sequence) -> str:
 
 
 def _everywhere(gains: Sequence[tuple[float, float]]) -> str:
-    """Holds if every size gains beyond 2 errors, fails if none gains at all."""
+    """Holds if every size gains beyond 2 standard errors, partly if some size does.
+
+    It fails if no size does, and none gains at all or one loses beyond 2.
+    """
     values, errors = np.asarray(gains).T
     if not np.isfinite(errors).all():
         return UNDECIDED

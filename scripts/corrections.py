@@ -1,4 +1,4 @@
-"""What the paper or its released code has wrong, computed, and what mends it."""
+"""Errors of the paper and of its released code, computed, with their corrections."""
 
 import warnings
 
@@ -25,7 +25,7 @@ def findings() -> list[Finding]:
 
 
 def entropy() -> Finding:
-    """The objective of entmax with either sign."""
+    """The objective of entmax with its entropy's sign as printed, and reversed."""
     z, alpha = theorems.gaussian(0, 5), 1.5
     p = uhop.Entmax(alpha)(z)
     tsallis = lambda p: float((p - p**alpha).sum() / (alpha * (alpha - 1)))  # noqa: E731
@@ -49,7 +49,7 @@ def entropy() -> Finding:
 
 
 def conjugate() -> Finding:
-    """Energies with and without the factor."""
+    """Energies with and without the factor 1/beta of the conjugate."""
     separation = uhop.Sparsemax()
     memories, states = theorems.gaussian(3, 10, 8), theorems.gaussian(4, 1000, 8)
 
@@ -127,9 +127,9 @@ def condition_of_proof() -> Finding:
 def mixture() -> Finding:
     """A fixed point that mixes memories, and memories on the sphere."""
     memories = jnp.asarray([[-1.0], [0.0], [1.0]])
-    found = uhop.retrieve(memories, memories[1], beta=1.0, separation=uhop.Entmax(1.5))
-    fixed, one_hot = bool(found.state[0] == 0), bool(found.weights.max() == 1)
-    listed = ", ".join(f"{w:.3f}" for w in found.weights)
+    result = uhop.retrieve(memories, memories[1], beta=1.0, separation=uhop.Entmax(1.5))
+    fixed, one_hot = bool(result.state[0] == 0), bool(result.weights.max() == 1)
+    listed = ", ".join(f"{w:.3f}" for w in result.weights)
     mixed = kept = 0
     for seed in range(20):
         stored = theorems.sphere(seed, 5, 6)
@@ -171,7 +171,7 @@ def scale() -> Finding:
 
 
 def rates() -> Finding:
-    """The length of the path of both released trainers."""
+    """Sums of the step sizes of both released trainers."""
     total, long = float(falling_rates(10).sum()), float(falling_rates(1000).sum())
     return Finding(
         "algorithm1",
@@ -201,7 +201,7 @@ def folded() -> Finding:
 
 
 def one_patch() -> Finding:
-    """Whether the output depends on the kernel at all."""
+    """Outputs of a model of one patch under two kernels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = ViH((8, 8, 1), 10, patch=8, size=16, kernel=True, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""The result files of studies: how they are read, made, and told from stale ones."""
+"""Result files of studies: reading, making, and checking that they are current."""
 
 import ast
 import csv
@@ -28,15 +28,15 @@ WORK = ROOT / "results" / "reproduction"
 THEOREMS, CORRECTED = "theorems", "corrected"  # computed here, not by a study
 KNOWN = (*STUDIES, THEOREMS, CORRECTED)
 CURVE = ("train_accuracy", "test_accuracy", "train_loss", "test_loss")
-LARGEST = 400_000  # bytes of a figure that is kept
-AFFORDABLE = 30  # minutes of a study that is run without being named
+LARGEST = 400_000  # bytes of the largest figure that is kept
+AFFORDABLE = 30  # minutes of the longest study that is run without being named
 
 
 def read(name: str, part: str = "") -> list[dict[str, Any]]:
     """The rows of a result file, numbers as numbers.
 
-    There are none if the file is missing, or is of another command than the study's.
-    `part`: "_curves" for those of every epoch.
+    The list is empty if the file is missing, or if a command other than the study's
+    made it. `part` is "" for the results, "_curves" for the rows of every epoch.
     """
     return [] if other_than_asked(name) else rows_of(name + part)
 
@@ -48,7 +48,7 @@ def all_results() -> dict[str, list[dict[str, Any]]]:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """The rows of a result file, of whatever command it is."""
+    """The rows of a result file, whichever command made it."""
     path = RESULTS / f"{name}.csv"
     if not path.exists():
         return []
@@ -73,7 +73,7 @@ def _value(text: str) -> Any:
 
 
 def asked(name: str) -> dict[str, Any]:
-    """The config of a study's command, as it is kept."""
+    """The config of a study's command, as JSON keeps it."""
     return json.loads(config_of(name).to_json_best_effort())
 
 
@@ -92,21 +92,25 @@ def config_of(name: str) -> ConfigDict:
 
 
 def other_than_asked(name: str) -> list[str]:
-    """Keys of the config kept with a file that the command of its study sets otherwise.
+    """Keys whose values differ between a file's config and the study's command.
 
-    Keys newer than the file count for nothing: their defaults are what it was made by.
+    Keys added since the file was made are not compared: it was made by their defaults.
     """
     path = RESULTS / f"{name}.json"
     if name not in STUDIES or not path.exists():
         return []
-    kept, wanted = json.loads(path.read_text("utf-8")), asked(name)
-    if not wanted.get("stage_one", {}).get("steps"):
-        kept["stage_one"].pop("steps")  # the paper's, filled in by the run
+    kept, current = json.loads(path.read_text("utf-8")), asked(name)
+    if not current.get("stage_one", {}).get("steps"):
+        kept["stage_one"].pop(
+            "steps"
+        )  # the paper's numbers of steps, which the run filled in
     differing = []
     for key, value in kept.items():
         if isinstance(value, dict):
-            differing += [f"{key}.{k}" for k in value if value[k] != wanted[key].get(k)]
-        elif value != wanted[key]:
+            differing += [
+                f"{key}.{k}" for k in value if value[k] != current[key].get(k)
+            ]
+        elif value != current[key]:
             differing.append(key)
     return differing
 
@@ -115,27 +119,27 @@ def other_than_asked(name: str) -> list[str]:
 
 
 def kind(name: str) -> str:
-    """The kind of a study, which decides what modules it depends on."""
+    """The kind of a study, which decides on which modules its results depend."""
     return (
         provenance.kind_of(STUDIES[name].command) if name in STUDIES else "statements"
     )
 
 
 def made_by(name: str) -> dict[str, Any]:
-    """What made a result file."""
+    """The record of the commit, command and modules that made a result file."""
     return provenance.read(RESULTS / f"{name}.made_by.json")
 
 
 def stale() -> dict[str, list[str]]:
-    """Result files that are not of the code and the commands as they stand, and why."""
-    found = {}
+    """Result files that other code or another command has made, with the reasons."""
+    stale_files = {}
     for name in KNOWN:
         if (RESULTS / f"{name}.csv").exists():
             reasons = [f"config.{key}" for key in other_than_asked(name)]
             reasons += provenance.why_stale(made_by(name), kind(name))
             if reasons:
-                found[name] = reasons
-    return found
+                stale_files[name] = reasons
+    return stale_files
 
 
 def missing() -> list[str]:
@@ -154,15 +158,15 @@ def affordable(name: str) -> bool:
 def run(name: str, data: str) -> None:
     """Runs a study, or goes on with it, and keeps its results.
 
-    What other code or another command has begun is begun anew; what the same code has
-    begun keeps the commit that it was begun by.
+    A run that other code or another command began starts anew. A run that the same code
+    began continues, and keeps the commit that began it.
     """
     here = f"scripts/reproduction.py --run {name}"
     command = STUDIES[name].command if name in STUDIES else here
     record = provenance.made_now(kind(name), command)
     if name in STUDIES:
-        workdir, beside = WORK / name, WORK / f"{name}.made_by.json"
-        begun = provenance.read(beside)
+        workdir, record_path = WORK / name, WORK / f"{name}.made_by.json"
+        begun = provenance.read(record_path)
         same = [begun.get(k) == record[k] for k in ("modules", "command")]
         if all(same):
             record = begun
@@ -170,19 +174,19 @@ def run(name: str, data: str) -> None:
             print(f"{name}: begun by other code or another command, begins anew")
             shutil.rmtree(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
-        provenance.write(beside, record)
+        provenance.write(record_path, record)
         flags = [f"--workdir={workdir}"] + [f"--config.data.dir={data}"] * bool(data)
         arguments = [sys.executable, *shlex.split(command), *flags]
         subprocess.run(arguments, cwd=ROOT, check=True)
         keep(name, workdir)
     else:
-        found = (theorems if name == THEOREMS else corrections).findings()
-        records.write_csv(RESULTS / f"{name}.csv", [f._asdict() for f in found])
+        findings = (theorems if name == THEOREMS else corrections).findings()
+        records.write_csv(RESULTS / f"{name}.csv", [f._asdict() for f in findings])
     provenance.write(RESULTS / f"{name}.made_by.json", record)
 
 
 def keep(name: str, workdir: Path) -> None:
-    """Copies what a study has left, without the directories of this machine."""
+    """Copies a study's results, config and figures, without paths of this machine."""
     RESULTS.mkdir(exist_ok=True)
     shutil.copy(workdir / "results.csv", RESULTS / f"{name}.csv")
     config = json.loads((workdir / "config.json").read_text("utf-8"))
@@ -201,7 +205,7 @@ def keep(name: str, workdir: Path) -> None:
 def draw(name: str) -> None:
     """Draws the figure of a study anew, from its result file.
 
-    A forecast has none: the curves of its figure are not among its results.
+    A forecast gets no figure: its result file does not hold the curves.
     """
     config, rows = config_of(name), rows_of(name)
     path = RESULTS / f"{name}.png"
@@ -226,7 +230,7 @@ def draw(name: str) -> None:
 def curves(workdir: Path) -> list[dict[str, Any]]:
     """Accuracies and losses after every epoch of a study's runs, four digits of each.
 
-    The epochs of Stage I, which have none, are left out.
+    Epochs of Stage I have no accuracies, and are left out.
     """
     kept = []
     for row in _rows(workdir / "results.csv"):

@@ -1,8 +1,8 @@
 """Claims about learning: means over seeds, with standard errors of their differences.
 
 *Reference* is the released model and schedule, *paper* is Algorithm 2 on the same data,
-*fair* has patches that a kernel can compare. The arm without U-Hop of Algorithm 2 is
-that of the table of its data set.
+*fair* has patches that a kernel can compare. Algorithm 2 is compared with the arm
+without U-Hop in the table of the same data set.
 """
 
 import csv
@@ -24,8 +24,8 @@ from verdicts import (
     UNDECIDED,
     UNTESTED,
     gain,
-    of_columns,
     of_gain,
+    of_readings,
 )
 
 from uhop_jax import paper, records
@@ -37,15 +37,15 @@ ONE_MEMORY = (
     f"with one patch the kernel of Algorithm 2 changes the logits by exactly 0: "
     f"{NOT_AS_STATED}"
 )
-ONE_FUNCTION = 5.0  # points within which two runs of one function may lie
+ONE_FUNCTION = 5.0  # points by which two runs of one function may differ
 OFFICIAL = Path(__file__).parent.parent / "tests" / "official_vision.csv"
-# The authors' plots take the training accuracy of the last epoch for the maximal one.
+# The authors' plots label the training accuracy of the last epoch as the maximal one.
 TRAINING, TEST = "train_accuracy", "test_accuracy"
 PATCHES = "patches"  # the study with tokens that a kernel can compare
 
 
 def sample(rows: Rows, arm: str, value: str) -> list[float]:
-    """A measure of an arm, seed by seed."""
+    """Values of a measure for an arm, one for each seed."""
     return [row[value] for row in rows if row["arm"] == arm]
 
 
@@ -55,23 +55,23 @@ def points(rows: Rows, arm: str, value: str) -> str:
 
 
 def change(rows: Rows, arms: tuple[str, str], value: str) -> tuple[float, float] | None:
-    """The gain of the second arm in points and its standard error, if both are there.
+    """The gain of the second arm in points and its standard error; None without an arm.
 
-    Over several data sets or sizes: the mean of their gains.
+    Over several data sets or sizes the gain is the mean of their gains.
     """
-    found = []
-    for ours in records.grouped(rows, ("data", "size")).values():
-        plain, other = (sample(ours, arm, value) for arm in arms)
+    changes = []
+    for group in records.grouped(rows, ("data", "size")).values():
+        plain, other = (sample(group, arm, value) for arm in arms)
         if plain and other:
-            found.append(gain(plain, other, 100))
-    if not found:
+            changes.append(gain(plain, other, 100))
+    if not changes:
         return None
-    gains, errors = np.asarray(found).T
-    return float(gains.mean()), float(np.sqrt((errors**2).sum()) / len(found))
+    gains, errors = np.asarray(changes).T
+    return float(gains.mean()), float(np.sqrt((errors**2).sum()) / len(changes))
 
 
 def worst(verdicts: Sequence[str]) -> str:
-    """One verdict of several: partly if they differ and one of them holds."""
+    """One verdict from several: partly if they differ and one holds at least partly."""
     if len(set(verdicts)) == 1:
         return verdicts[0]
     some = {HOLDS, PARTLY} & set(verdicts)
@@ -82,31 +82,31 @@ def worst(verdicts: Sequence[str]) -> str:
 
 
 def of_images(results: Results, *, one_memory: bool = False) -> Rows:
-    """Rows of all studies but that of patches, those of the deep loss by its name.
+    """Rows of all studies except `patches`; rows of the deep loss get the arm `DEEP`.
 
-    `one_memory`: of CIFAR alone, where an image is one patch.
+    `one_memory` selects CIFAR alone, where an image is one patch.
     """
-    found = []
+    selected = []
     for name, rows in results.items():
         if name == PATCHES or (one_memory and not name.startswith("cifar")):
             continue
         deep = name.endswith("_deep")
-        found += [{**r, "arm": DEEP} if deep else r for r in rows]
-    return found
+        selected += [{**r, "arm": DEEP} if deep else r for r in rows]
+    return selected
 
 
-def shown(found: tuple[float, float], unit: str = "") -> str:
+def shown(estimate: tuple[float, float], unit: str = "") -> str:
     """A gain and its standard error."""
-    return f"{found[0]:+.2f}{unit} ± {found[1]:.2f}"
+    return f"{estimate[0]:+.2f}{unit} ± {estimate[1]:.2f}"
 
 
 def accuracy(data: str, model: str, column: int) -> Callable[[Results], Judged]:
-    """Judges a pair of cells of the image table, by the released model.
+    """Judges two cells of the image table, without U-Hop and with the released model.
 
-    On CIFAR there is one memory, of weight 1 under any separation: the sparse model is
-    the dense one, and is judged by its runs; where the paper has numbers of the two
-    that cannot be of one function, no run gives both. Tiny ImageNet has 20 of its 200
-    classes here, with other accuracies: a gain there holds partly at most.
+    On CIFAR there is one memory, of weight 1 under any separation. The sparse model is
+    then the dense model, and is judged by the runs of the dense model. Where the
+    paper's numbers of the two models differ too much for one function, no run gives
+    both. Tiny ImageNet has 20 of its 200 classes here: a gain holds partly at most.
     """
     value, stated = (TRAINING, TEST)[column], paper.ACCURACIES[data, model]
     single = data.startswith("cifar")
@@ -116,16 +116,16 @@ def accuracy(data: str, model: str, column: int) -> Callable[[Results], Judged]:
         rows, texts, verdict = of_images(results), {}, UNTESTED
         arms = {"reference": f"{base} + U-Hop, reference", "paper": f"{base} + U-Hop"}
         for place, arm in arms.items():
-            found = change(rows, (base, arm), value)
-            if found is None:
+            estimate = change(rows, (base, arm), value)
+            if estimate is None:
                 continue
             texts[place] = f"{points(rows, base, value)}, with U-Hop "
-            texts[place] += f"{points(rows, arm, value)}, gain {shown(found)}"
+            texts[place] += f"{points(rows, arm, value)}, gain {shown(estimate)}"
             if single and place == "paper":
                 texts[place] += f"; {ONE_MEMORY}"
             elif verdict == UNTESTED:
-                verdict = of_gain(*found, stated.uhop[column] - stated.plain[column])
-        # One memory: the paper's plain numbers of both models are of one function.
+                verdict = of_gain(*estimate, stated.uhop[column] - stated.plain[column])
+        # With one memory the two plain models are one function, in the paper too.
         dense = paper.ACCURACIES[data, "MHM"].plain[column]
         apart = abs(stated.plain[column] - dense) > ONE_FUNCTION
         if single and apart and verdict == FAILS:
@@ -138,32 +138,32 @@ def accuracy(data: str, model: str, column: int) -> Callable[[Results], Judged]:
 
 
 def learning_margin(results: Results) -> Judged:
-    """The mean gain in test accuracy over the data sets there are."""
+    """The mean gain in test accuracy over the data sets that have results."""
     rows, texts, verdict = of_images(results), {}, UNTESTED
     for place, arm in (("reference", RELEASED), ("paper", ALGORITHM)):
-        found = change(rows, ("MHM", arm), TEST)
-        if found is not None:
+        estimate = change(rows, ("MHM", arm), TEST)
+        if estimate is not None:
             which = ", ".join(
                 data
-                for (data,), ours in records.grouped(rows, ("data",)).items()
-                if change(ours, ("MHM", arm), TEST)
+                for (data,), group in records.grouped(rows, ("data",)).items()
+                if change(group, ("MHM", arm), TEST)
             )
-            texts[place] = f"{shown(found, ' points')} ({which})"
+            texts[place] = f"{shown(estimate, ' points')} ({which})"
             if place == "reference":
-                verdict = of_gain(*found, 100 * paper.LEARNING_MARGIN)
+                verdict = of_gain(*estimate, 100 * paper.LEARNING_MARGIN)
     if "cifar" in texts.get("paper", ""):
         texts["paper"] += f"; on CIFAR {ONE_MEMORY}"
-    found = change(results.get(PATCHES, ()), ("MHM", ALGORITHM), TEST)
-    if found is not None:
-        texts["fair"] = f"{shown(found, ' points')} (Algorithm 2, patches of 8)"
+    estimate = change(results.get(PATCHES, ()), ("MHM", ALGORITHM), TEST)
+    if estimate is not None:
+        texts["fair"] = f"{shown(estimate, ' points')} (Algorithm 2, patches of 8)"
     return Judged(**texts, verdict=verdict)
 
 
 def algorithm_two(results: Results) -> Judged:
     """The gain of the paper's bi-level Algorithm 2.
 
-    On CIFAR its kernel cannot act, so that no gain there is its work. On Tiny ImageNet
-    the class token is a second memory.
+    On CIFAR the kernel cannot act, so that no gain comes from it. On Tiny ImageNet the
+    class token is a second memory.
     """
     arms = ("MHM", ALGORITHM)
     single = change(of_images(results, one_memory=True), arms, TEST)
@@ -175,9 +175,9 @@ def algorithm_two(results: Results) -> Judged:
     if tiny:
         parts.append(f"Tiny ImageNet, 20 classes, {shown(tiny, ' points')}")
     acts = [
-        of_gain(*found, 100 * paper.LEARNING_MARGIN)
-        for found in (tiny, patches)
-        if found
+        of_gain(*estimate, 100 * paper.LEARNING_MARGIN)
+        for estimate in (tiny, patches)
+        if estimate
     ]
     verdict = worst(acts) if acts else UNTESTED
     if single:
@@ -187,9 +187,9 @@ def algorithm_two(results: Results) -> Judged:
 
 
 def work_of_stage_one(results: Results) -> Judged:
-    """The gain of the released model beside the same model without Stage I.
+    """Compares the gains of the released model with Stage I and without.
 
-    Beside it, the same schedule with the loss that the paper states for deep learning.
+    The same schedule with the paper's loss for deep learning decides nothing.
     """
     rows, texts, verdict = of_images(results), {}, UNTESTED
     names = {
@@ -200,14 +200,16 @@ def work_of_stage_one(results: Results) -> Judged:
         "that loss over the average loss": (RELEASED, DEEP),
     }
     gains = {name: change(rows, arms, TEST) for name, arms in names.items()}
-    parts = [f"{name} {shown(found)}" for name, found in gains.items() if found]
+    parts = [
+        f"{name} {shown(estimate)}" for name, estimate in gains.items() if estimate
+    ]
     texts["reference"] = "; ".join(parts) or "-"
     total, without, stage, *_ = gains.values()
     if total and without and stage:
         verdict = _cause(total, without, stage)
-    for place, ours in (("paper", rows), ("fair", results.get(PATCHES, ()))):
-        found = {c: change(ours, (c, ALGORITHM), TEST) for c in ("MHM", *CONTROLS)}
-        parts = [f"to {control} {shown(x)}" for control, x in found.items() if x]
+    for place, group in (("paper", rows), ("fair", results.get(PATCHES, ()))):
+        estimates = {c: change(group, (c, ALGORITHM), TEST) for c in ("MHM", *CONTROLS)}
+        parts = [f"to {control} {shown(x)}" for control, x in estimates.items() if x]
         if parts and place == "paper":
             parts.append(ONE_MEMORY)
         texts[place] = "; ".join(parts) or "-"
@@ -215,7 +217,7 @@ def work_of_stage_one(results: Results) -> Judged:
 
 
 def _cause(total: tuple, without: tuple, stage: tuple) -> str:
-    """Holds if most of a gain comes with Stage I, fails if it is there without."""
+    """Holds if half of a gain comes with Stage I, fails if the gain comes without."""
     if not np.isfinite([total[1], without[1], stage[1]]).all():
         return UNDECIDED
     if total[0] <= 2 * total[1]:
@@ -234,15 +236,17 @@ def complexity(results: Results) -> Judged:
     )
     if not (plain and uhop):
         return Judged()
-    says = [FOR if uhop <= 1.01 * plain else AGAINST]
+    readings = [FOR if uhop <= 1.01 * plain else AGAINST]
     text = f"{plain:,} parameters without, {uhop:,} with"
-    found = change(rows, ("MHM, matched size", RELEASED), TRAINING)
-    if found is not None:
+    estimate = change(rows, ("MHM, matched size", RELEASED), TRAINING)
+    if estimate is not None:
         text += "; training accuracy over a plain model of as many "
-        text += f"{shown(found)} points"
-        above = found[0] > 2 * found[1]
-        says.append(FOR if above else AGAINST if found[0] < -2 * found[1] else OPEN)
-    return Judged(reference=text, verdict=of_columns(says))
+        text += f"{shown(estimate)} points"
+        above = estimate[0] > 2 * estimate[1]
+        readings.append(
+            FOR if above else AGAINST if estimate[0] < -2 * estimate[1] else OPEN
+        )
+    return Judged(reference=text, verdict=of_readings(readings))
 
 
 def by_size(value: str) -> Callable[[Results], Judged]:
@@ -253,8 +257,8 @@ def by_size(value: str) -> Callable[[Results], Judged]:
         if not gains:
             return Judged()
         text = "; ".join(
-            f"{data} {size or 'all'}: {shown(found)}"
-            for (data, size), found in gains.items()
+            f"{data} {size or 'all'}: {shown(estimate)}"
+            for (data, size), estimate in gains.items()
         )
         return Judged(reference=text, verdict=_at_every_size(list(gains.values())))
 
@@ -263,12 +267,12 @@ def by_size(value: str) -> Callable[[Results], Judged]:
 
 def gains_by_size(rows: Rows, value: str) -> dict[tuple, tuple[float, float]]:
     """Gains of the released model by data set and size, all images (0) last."""
-    found = {
-        key: change(ours, ("MHM", RELEASED), value)
-        for key, ours in records.grouped(rows, ("data", "size")).items()
+    gains = {
+        key: change(group, ("MHM", RELEASED), value)
+        for key, group in records.grouped(rows, ("data", "size")).items()
     }
-    order = sorted(found, key=lambda key: (key[0], key[1] or np.inf))
-    return {key: x for key in order if (x := found[key]) is not None}
+    order = sorted(gains, key=lambda key: (key[0], key[1] or np.inf))
+    return {key: x for key in order if (x := gains[key]) is not None}
 
 
 def _at_every_size(gains: Sequence[tuple[float, float]]) -> str:
@@ -318,17 +322,17 @@ def forecast(data: str, horizon: int) -> Callable[[Results], Judged]:
         rows = [
             row
             for arm in arms
-            if (ours := [r for r in rows if r["arm"] == arm])
-            for row in records.of_least(ours, "window", "validation_loss")
+            if (group := [r for r in rows if r["arm"] == arm])
+            for row in records.of_least(group, "window", "validation_loss")
         ]
         if not {r["arm"] for r in rows} >= set(arms):
             return Judged()
         texts, verdicts = [], []
         for i, metric in enumerate(("mse", "mae")):
             plain, uhop = (sample(rows, arm, f"test_{metric}") for arm in arms)
-            found, error = gain(plain, uhop)
+            estimate, error = gain(plain, uhop)
             texts.append(f"{metric.upper()} {spread(plain)}, with U-Hop {spread(uhop)}")
-            verdicts.append(of_gain(-found, error, stated.plain[i] - stated.uhop[i]))
+            verdicts.append(of_gain(-estimate, error, stated.plain[i] - stated.uhop[i]))
         return Judged(paper="; ".join(texts), verdict=worst(verdicts))
 
     return judge
@@ -338,13 +342,13 @@ def forecast(data: str, horizon: int) -> Callable[[Results], Judged]:
 
 
 class Agreement(NamedTuple):
-    """An accuracy of the released code beside ours, in per cent.
+    """An accuracy of the released code and of this library, in per cent.
 
     Attributes:
       size: training images; 0 is all.
-      part: `training`, of the last epoch and during it, or `test`, after it.
-      z: the difference of means in its standard errors, with the larger of the two
-        standard deviations for both.
+      part: `training`, measured during the last epoch, or `test`, measured after it.
+      z: the difference of the means over its standard error, which takes the larger of
+        the two standard deviations for both.
     """
 
     data: str
@@ -357,7 +361,7 @@ class Agreement(NamedTuple):
 
     @property
     def where(self) -> str:
-        """In words."""
+        """Data set, number of images, arm and part, in words."""
         return f"{self.data}, {self.size or 'all'} images, {self.arm}, {self.part}"
 
 
@@ -371,17 +375,19 @@ def official_runs() -> dict[tuple[str, int, str], dict[str, str]]:
 
 
 def agreement(results: Mapping[str, Rows]) -> list[Agreement]:
-    """Accuracies of the released image code beside ours, where both are there."""
+    """Accuracies of the released image code and of this library, where both exist."""
     names = ("vision_reference", "cifar10_table")
     rows = [row for name in names for row in results.get(name, ())]
-    found = []
+    agreements = []
     for where, line in official_runs().items():
         own = [r for r in rows if (r["data"], r["size"], r["arm"]) == where]
         for part, value in (("training", TRAINING), ("test", TEST)):
             if len(own) > 1:
                 accuracies = [100 * r[value] for r in own]
-                found.append(Agreement(*where, part, *_beside(line, part, accuracies)))
-    return found
+                agreements.append(
+                    Agreement(*where, part, *_beside(line, part, accuracies))
+                )
+    return agreements
 
 
 def official_accuracy(line: Mapping[str, str], part: str) -> str:
@@ -394,7 +400,7 @@ def official_accuracy(line: Mapping[str, str], part: str) -> str:
 def _beside(
     line: Mapping[str, str], part: str, own: Sequence[float]
 ) -> tuple[str, str, float]:
-    """The official accuracy in words, ours, and how far they are apart."""
+    """Both accuracies in words, and their difference over its standard error."""
     larger = max(float(line[f"{part}_sd"] or 0), float(np.std(own, ddof=1)))
     error = larger * (1 / int(line["seeds"]) + 1 / len(own)) ** 0.5
     z = (float(np.mean(own)) - float(line[part])) / error

@@ -7,11 +7,11 @@ writes into DIRECTORY what a download would have written:
 - `mnist` from its four original `.gz` files;
 - `cifar10` and `cifar100` from lossless pictures of 32 x 32 tiles, row by row
   (`cifar10_train_1.webp` to `_5`, `cifar10_test.webp`, `cifar100_test.webp`), with the
-  labels in `NAME_labels.npz` (arrays `train` and `test`). Coarse labels of CIFAR-100,
-  which those files lack, are all 0;
+  labels in `NAME_labels.npz` (arrays `train` and `test`). The files lack the coarse
+  labels of CIFAR-100, which are set to 0;
 - `tiny_imagenet` from `tiny_imagenet_20.npz`, the JPEG files of 20 of its 200 classes:
-  the same files, byte for byte, in the folders of the original, whose `wnids.txt` and
-  `words.txt` name those classes alone.
+  the same files, byte for byte, in the folders of the original set. `wnids.txt` and
+  `words.txt` name only the 20 classes.
 
 It needs `pip install -e '.[data]'`.
 """
@@ -43,7 +43,7 @@ def pictures(source: Path, name: str, split: str) -> list[Path]:
 
 
 def cifar_examples(source: Path, name: str, split: str) -> Iterator[tuple[int, dict]]:
-    """The examples of a split in order; a picture is decoded when it is due."""
+    """The examples of a split in order; each picture is decoded when it is needed."""
     labels = np.load(source / f"{name}_labels.npz")[split]
     extra = {"coarse_label": 0} if name == "cifar100" else {}
     index = 0
@@ -81,7 +81,7 @@ def prepare_cifar(
 
 
 def prepare_tiny_imagenet(source: Path, directory: Path, limit: int | None) -> None:
-    """Writes the folders of Tiny ImageNet, of the classes that there are.
+    """Writes the folders of Tiny ImageNet, for the classes in the file.
 
     Raises:
       ValueError: if the folder lacks the file.
@@ -105,7 +105,7 @@ def prepare_tiny_imagenet(source: Path, directory: Path, limit: int | None) -> N
     (root / "val" / "val_annotations.txt").write_text("".join(notes), "utf-8")
     words = [f"{wnid}\t{name}\n" for wnid, name in zip(wnids, names, strict=True)]
     (root / "words.txt").write_text("".join(words), "utf-8")
-    # Last, since it says that the set is there.
+    # This file is written last: readers take it as a sign that the set is complete.
     (root / "wnids.txt").write_text("\n".join(wnids) + "\n", "utf-8")
 
 

@@ -1,10 +1,10 @@
-"""Which code made a result file, and whether that code still stands.
+"""The code that made a result file, and whether it has changed since.
 
-A result depends on the modules that its command imports, found in their source (no code
-is run), but for those that change no number. The version of a module is a hash of its
-syntax tree without docstrings and comments, so that prose and layout count for nothing.
-`docs/results/NAME.made_by.json` holds commit, date and versions; a file is current if
-every module that it depends on has the version recorded.
+A result depends on the modules that its command imports, except modules that change no
+number (`INERT`). Imports are read from the source; no code is run. The version of a
+module is a hash of its syntax tree without docstrings and comments, so that prose and
+layout do not change it. `docs/results/NAME.made_by.json` holds commit, date and
+versions. A file is current if these modules still have their recorded versions.
 """
 
 import ast
@@ -35,14 +35,14 @@ INERT = {
     "uhop_jax.command_line": "parses flags",
     "uhop_jax.experiments.figures": "draws",
     "uhop_jax.experiments.query": "a command for patterns of one's own: no study",
-    "uhop_jax.paper": "numbers of the paper, printed beside",
+    "uhop_jax.paper": "numbers of the paper, printed for comparison",
     "uhop_jax.plotting": "draws",
     "uhop_jax.progress": "says how far a run is",
     "uhop_jax.records": "writes files and summaries",
     "uhop_jax.training.checkpoints": "saves and restores a state bit for bit",
     "uhop_jax.workdir": "claims and checks the directory of a run",
 }
-# Modules of methods that no protocol with one beta has.
+# Modules of methods that protocols with one beta do not run.
 FAIR_ALONE = {
     "uhop_jax.calibration": "calibrated memory",
     "uhop_jax.closed_form": "kernel in closed form",
@@ -91,17 +91,16 @@ def origin(package: str, name: str) -> str:
     if path_of(module):
         return module
     if is_package(package):
-        for source, found, alias in _from_imports(tree_of(package)):
+        for source, original, alias in _from_imports(tree_of(package)):
             if alias == name and source.startswith(PACKAGE):
-                return origin(source, found)
+                return origin(source, original)
     return package
 
 
 def imports_of(module: str) -> set[str]:
-    """Modules of this repository that a module takes something from.
+    """Modules of this repository whose names a module uses.
 
-    Of a package that only passes on what its modules define, those alone whose names
-    are used.
+    In place of a package that only re-exports names, the modules that define them.
     """
     tree, taken, packages = tree_of(module), set(), {}
     for source, name, alias in _from_imports(tree):
@@ -118,7 +117,7 @@ def imports_of(module: str) -> set[str]:
             package = packages.get(node.value.id, "")
             if package and is_package(package):
                 taken.add(origin(package, node.attr))
-    return {m for m in taken if says_something(m)} - {module}
+    return {m for m in taken if has_code(m)} - {module}
 
 
 def _from_imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
@@ -132,14 +131,14 @@ def _from_imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 def modules_of(kind: str) -> tuple[str, ...]:
     """The modules that results of a kind depend on."""
     left_out = INERT | LEFT_OUT.get(kind, {})
-    found: set[str] = set()
+    modules: set[str] = set()
     ahead = list(ENTRIES[kind])
     while ahead:
         module = ahead.pop()
-        if module not in found and module not in left_out:
-            found.add(module)
+        if module not in modules and module not in left_out:
+            modules.add(module)
             ahead += imports_of(module)
-    return tuple(sorted(found))
+    return tuple(sorted(modules))
 
 
 def is_package(module: str) -> bool:
@@ -148,8 +147,8 @@ def is_package(module: str) -> bool:
     return path is not None and path.name == "__init__.py"
 
 
-def says_something(module: str) -> bool:
-    """Whether a module is more than what it imports."""
+def has_code(module: str) -> bool:
+    """Whether a module does more than import names."""
     rest = (ast.Import, ast.ImportFrom, ast.Expr)
     body = [node for node in tree_of(module).body if not isinstance(node, rest)]
     return any(
@@ -163,15 +162,15 @@ def says_something(module: str) -> bool:
 
 @functools.cache
 def version(module: str) -> str:
-    """A hash of what a module does, whatever its prose."""
+    """A hash of the code of a module, without its prose."""
     text = repr(_shape(tree_of(module)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _shape(node: Any) -> Any:
-    """A syntax tree as tuples, without docstrings, places and empty fields.
+    """A syntax tree as tuples, without docstrings, line numbers and empty fields.
 
-    What is empty is left out since Python versions differ in the fields they have.
+    Empty fields are left out, since Python versions differ in their fields.
     """
     if isinstance(node, list):
         return tuple(map(_shape, node))
@@ -199,7 +198,7 @@ def versions(kind: str) -> dict[str, str]:
 
 
 def differing(recorded: Mapping[str, str], kind: str) -> list[str]:
-    """Modules whose versions are not those recorded."""
+    """Modules whose versions differ from the recorded versions."""
     now = versions(kind)
     return sorted(m for m in now.keys() | recorded if now.get(m) != recorded.get(m))
 
@@ -208,28 +207,28 @@ def differing(recorded: Mapping[str, str], kind: str) -> list[str]:
 
 
 def git(*arguments: str) -> str:
-    """What git says in this repository."""
-    done = subprocess.run(
+    """The output of a git command in this repository."""
+    process = subprocess.run(
         ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def uncommitted() -> list[str]:
-    """Files of code that no commit has as they are."""
+    """Files of code with uncommitted changes."""
     changed = git("status", "--porcelain", "--", *CODE)
     return [line[3:] for line in changed.splitlines()]
 
 
 def made_now(kind: str, command: str) -> dict[str, Any]:
-    """Commit, its date, the command and the versions of the modules, as they stand."""
+    """The record of a result that the present code makes with a command."""
     commit, date = git("log", "-1", "--format=%H %cs").split()
     record = {"commit": commit, "date": date, "command": command}
     return record | {"modules": versions(kind)}
 
 
 def has_history() -> bool:
-    """Whether this is a whole checkout, not an archive or a shallow copy of one."""
+    """Whether this is a full clone, not an archive or a shallow clone."""
     if not (ROOT / ".git").exists():
         return False
     return git("rev-parse", "--is-shallow-repository") == "false"
@@ -245,12 +244,12 @@ def is_ancestor(commit: str) -> bool:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What is recorded of a file, or nothing."""
+    """The record of a result file, empty if there is none."""
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Records what made a file."""
+    """Writes the record of a result file."""
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
@@ -263,7 +262,7 @@ def label(record: Mapping[str, Any]) -> str:
 
 
 def why_stale(record: Mapping[str, Any], kind: str) -> list[str]:
-    """Reasons why a file is not of the code as it stands; none if it is."""
+    """Reasons why a file is stale: changed modules, or no record; empty if current."""
     if not record.get("modules"):
         return ["not recorded"]
     return differing(record["modules"], kind)

@@ -1,18 +1,18 @@
-"""The reproduction report: every claim of the paper beside our numbers.
+"""The reproduction report: every claim of the paper, with measured numbers.
 
 python scripts/reproduction.py                 # docs/reproduction.md and the tables of
                                                # README.md, from docs/results
-python scripts/reproduction.py --stale         # result files that other code has made
+python scripts/reproduction.py --stale         # lists result files of other code
 python scripts/reproduction.py --draw          # draws the figures of docs/results anew
-python scripts/reproduction.py --run           # first runs what is missing or stale,
-                                               # but for studies of more than half an
-                                               # hour, which it names
-python scripts/reproduction.py --run NAME ...  # those alone; --data=DIR: prepared data
+python scripts/reproduction.py --run           # first runs missing and stale studies of
+                                               # at most half an hour, and names the
+                                               # longer ones
+python scripts/reproduction.py --run NAME ...  # runs these; --data=DIR: prepared data
 
-A study is a command that a user would type, run from committed code. Stopped, it goes
-on when asked for again, unless the code has changed; its `results.csv` and
-`config.json` are kept as `docs/results/NAME.csv` and `NAME.json`, and what made them as
-`NAME.made_by.json`.
+A study is a command that a user would type, run from committed code. A study that was
+interrupted continues when it is run again, unless the code has changed. Its
+`results.csv` and `config.json` are kept as `docs/results/NAME.csv` and `NAME.json`, and
+the record of the code that made them as `NAME.made_by.json`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import provenance
 import tables
 from claims import Claim, Judged
 from files import CORRECTED, RESULTS, THEOREMS, read
-from rows import CLAIMS, OF_CELLS, OF_COLUMNS, SETTINGS
+from rows import CLAIMS, OF_CELLS, OF_READINGS, SETTINGS
 from studies import STUDIES
 from theorems import Finding
 from verdicts import UNTESTED, VERDICTS
@@ -41,7 +41,7 @@ REPORT = ROOT / "docs" / "reproduction.md"
 
 
 def report() -> str:
-    """The page, from the files."""
+    """The text of the report, from the result files."""
     results = files.all_results()
     rows = [(claim, claims.judged(claim, results)) for claim in CLAIMS]
     settings = [(claim, claims.judged(claim, results)) for claim in SETTINGS]
@@ -50,7 +50,7 @@ def report() -> str:
     text = [
         "# Reproduction",
         "",
-        "Every claim of the paper (U-Hop, ICML 2024) beside our numbers. This page is "
+        "Every claim of the paper (U-Hop, ICML 2024), with our numbers. This page is "
         "written by `python scripts/reproduction.py` from `docs/results`; nothing on "
         "it is typed by hand, and each verdict follows from its numbers by the rule of "
         "its row.",
@@ -59,35 +59,38 @@ def report() -> str:
         "a verdict against it needs all of them:",
         "",
         "- *Reference*: the authors' code. U-Hop is the model of the released "
-        "scripts (maximum loss at the rate 10, with N = 100 on MNIST and 500 on "
-        "CIFAR-10, of noise with N = 800: of two released scripts the better), judged "
-        "beside the baselines as released, whose distances seek the farthest memory "
-        "and whose powers are not normalised, and beside the same repaired.",
-        "- *Paper*: the text: average loss, rate 1, beta 1, rows of the "
-        "kernel normalised; N = 100 on MNIST, 500 on CIFAR-10, of noise 100 and 200.",
+        "scripts: maximum loss at the rate 10, with N = 100 on MNIST, 500 on CIFAR-10 "
+        "and 800 under noise (the better of two released scripts). It is compared with "
+        "the baselines as released, whose distances seek the farthest memory and whose "
+        "powers are not normalised, and with the same baselines repaired.",
+        "- *Paper*: the text: average loss, rate 1, beta 1, rows of the kernel "
+        "normalised; N = 100 on MNIST and 500 on CIFAR-10, under noise 100 and 200.",
         "- *Fair*: every method at its own beta, and U-Hop at its own N, chosen on "
         "other memories.",
         "",
-        "U-Hop is the paper's model in all of them, a learned kernel under the dot "
+        "In every reading U-Hop is the paper's model, a learned kernel under the dot "
         "product with softmax; the angular variants of this library count nowhere. "
         "No N is chosen on the sets that are scored. Comparisons are paired: all "
-        "methods see the same memory sets, ± after a difference is half of its 95 % "
-        "interval, elsewhere the standard deviation over sets or seeds, and after a "
-        "gain in learning its standard error. Similarities that the paper leaves out "
-        "(cosines, squared l2, an untrained kernel) stand beside, and decide no "
-        "verdict. A claim whose rule needs a study that is missing neither holds nor "
-        "fails. The training accuracy of an image classifier is the accuracy of the "
-        "last epoch and during it, as in the released code, whose plots take epoch 25 "
-        "for the maximal one.",
+        "methods see the same memory sets. The number after ± is half of the 95 % "
+        "interval of a difference, the standard error of a gain in learning, and "
+        "elsewhere the standard deviation over sets or seeds. Similarities that the "
+        "paper leaves out (cosines, squared l2, an untrained kernel) are printed for "
+        "comparison, and decide no verdict. A claim neither holds nor fails while a "
+        "study that its rule needs is missing. The training accuracy of an image "
+        "classifier is measured during the last epoch, as in the released code, whose "
+        "plots label epoch 25 as the maximal one.",
         "",
-        f"*Cells*: {OF_CELLS}. *Readings*: {OF_COLUMNS}.",
+        f"*Cells*: {OF_CELLS}. *Readings*: {OF_READINGS}.",
         "",
-        f"Experiments: {_counts([found.verdict for _, found in rows])}. Statements: "
+        f"Experiments: {_counts([judgement.verdict for _, judgement in rows])}. "
+        "Statements: "
         f"{_counts([finding.verdict for finding in statements])}.",
         "",
         "## Experiments",
         "",
-        *_summary("Claim", [(claim.says, found.verdict) for claim, found in rows]),
+        *_summary(
+            "Claim", [(claim.says, judgement.verdict) for claim, judgement in rows]
+        ),
         *_evidence("Claim", [_of_claim(*row) for row in rows]),
         "## Statements",
         "",
@@ -101,13 +104,13 @@ def report() -> str:
         "",
         "What the paper or its released code states, and the evidence against it "
         f"(`--run {CORRECTED}`). What this library does instead is in the docstrings "
-        "and on the page of [concepts](concepts.md). The last ones are settings of the "
-        "experiments.",
+        "and on the page of [concepts](concepts.md). The last corrections concern "
+        "settings of the experiments.",
         "",
         *_summary(
             "Correction",
             [(f.says, f.verdict) for f in corrected]
-            + [(claim.says, found.verdict) for claim, found in settings],
+            + [(claim.says, judgement.verdict) for claim, judgement in settings],
         ),
         *_evidence(
             "Correction",
@@ -115,23 +118,22 @@ def report() -> str:
         ),
         "## Studies",
         "",
-        "Each is kept with its config in `docs/results`.",
+        "The results of a study are kept with its config in `docs/results`.",
         "",
         "*Made by*: the commit whose code made the file (`--stale` lists files whose "
-        "code has changed since; a file of another command than the study's is not "
-        "read).",
+        "code has changed since; a file that another command has made is not read).",
         "",
         "| study | result file | made by | command | cost on 2 cores |",
         "|---|---|---|---|---|",
     ]
     for name, study in STUDIES.items():
-        there = f"[csv](results/{name}.csv)" if results[name] else "-"
+        links = f"[csv](results/{name}.csv)" if results[name] else "-"
         if results.get(f"{name}_curves"):
-            there += f", [every epoch](results/{name}_curves.csv)"
-        made = provenance.label(files.made_by(name)) if results[name] else "-"
+            links += f", [every epoch](results/{name}_curves.csv)"
+        commit = provenance.label(files.made_by(name)) if results[name] else "-"
         command = study.command.replace("|", "\\|")
         text.append(
-            f"| {name} | {there} | {made} | `python {command}` | {study.cost} |"
+            f"| {name} | {links} | {commit} | `python {command}` | {study.cost} |"
         )
     figures = [
         name + part
@@ -146,34 +148,34 @@ def report() -> str:
     return "\n".join(text) + "\n"
 
 
-def _counts(found: list[str]) -> str:
-    counts = Counter(found)
+def _counts(verdicts: list[str]) -> str:
+    counts = Counter(verdicts)
     return ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
 
 
 def _agreement_table(results: claims.Results) -> list[str]:
-    """Accuracies of the released image code beside ours, if there are any."""
-    found = learning_claims.agreement(results)
-    if not found:
+    """Accuracies of the released image code and of this library, if any."""
+    rows = learning_claims.agreement(results)
+    if not rows:
         return []
-    near = sum(abs(row.z) <= 2 for row in found)
+    near = sum(abs(row.z) <= 2 for row in rows)
     return [
-        "## Image classification beside the released code",
+        "## Image classification compared with the released code",
         "",
-        f"{near} of {len(found)} accuracies are within 2 standard errors of those of "
-        "the released code (`tests/official_vision.csv`; where it ran with one seed, "
-        "with our standard deviation for both).",
+        f"{near} of {len(rows)} accuracies are within 2 standard errors of the "
+        "released code's accuracies (`tests/official_vision.csv`; where it ran with "
+        "one seed, our standard deviation stands for both).",
         "",
         "| accuracy, per cent | released code | this library | difference in standard "
         "errors |",
         "|---|---|---|---|",
-        *(_line(r.where, r.official, r.measured, f"{r.z:+.1f}") for r in found),
+        *(_line(r.where, r.official, r.measured, f"{r.z:+.1f}") for r in rows),
         "",
     ]
 
 
 class Entry(NamedTuple):
-    """What the page says of one claim: `evidence` by reading, dashes left out."""
+    """An entry of the page on a claim; `evidence` by reading, dashes left out."""
 
     says: str
     labels: Sequence[str]
@@ -181,14 +183,14 @@ class Entry(NamedTuple):
     evidence: dict[str, str]
 
 
-def _of_claim(claim: Claim, found: Judged) -> Entry:
-    evidence = dict(zip(("Reference", "Paper", "Fair"), found[:3], strict=True))
+def _of_claim(claim: Claim, judgement: Judged) -> Entry:
+    evidence = dict(zip(("Reference", "Paper", "Fair"), judgement[:3], strict=True))
     evidence["Rule"] = claim.rule
-    if found.verdict == UNTESTED:
+    if judgement.verdict == UNTESTED:
         run = f"python scripts/reproduction.py --run {' '.join(claim.studies)}"
         evidence["To test it"] = claim.missing or run
     evidence["Studies"] = ", ".join(claim.studies)
-    return Entry(claim.says, claim.labels, found.verdict, evidence)
+    return Entry(claim.says, claim.labels, judgement.verdict, evidence)
 
 
 def _of_finding(finding: Finding) -> Entry:
@@ -224,16 +226,19 @@ def _line(*cells: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """The text without Markdown of its own, but for code and bold verdicts."""
+    """The text with its Markdown escaped, except code and bold verdicts."""
     code = "`" in text or text.startswith("**")
     return text if code else text.replace("*", "\\*").replace("<", "&lt;")
 
 
 def main() -> None:
-    """Does what is asked for, then writes the page and the tables of the others."""
+    """Runs studies on request, then writes the report and the tables of other pages."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--run", nargs="*", metavar="NAME", help="none: what is missing or stale"
+        "--run",
+        nargs="*",
+        metavar="NAME",
+        help="studies to run; without names, missing and stale ones",
     )
     parser.add_argument("--stale", action="store_true", help="list stale files and why")
     parser.add_argument("--draw", action="store_true", help="draw the figures anew")
@@ -254,9 +259,9 @@ def main() -> None:
         return
     names = arguments.run or []
     if arguments.run == []:
-        wanted = [*files.missing(), *files.stale()]
-        names = [name for name in wanted if files.affordable(name)]
-        if rest := [name for name in wanted if name not in names]:
+        outdated = [*files.missing(), *files.stale()]
+        names = [name for name in outdated if files.affordable(name)]
+        if rest := [name for name in outdated if name not in names]:
             print(f"not run unless named, since they are long: {', '.join(rest)}")
     if names and (changed := provenance.uncommitted()):
         listed = ", ".join(changed[:3]) + " ..." * (len(changed) > 3)

@@ -1,4 +1,4 @@
-"""The rows of the reproduction report: what the paper states, and what judges it."""
+"""The rows of the reproduction report: statements of the paper, judges and rules."""
 
 import convergence_claims as convergence
 import learning_claims as learning
@@ -9,17 +9,19 @@ from uhop_jax import paper
 
 OF_CELLS = (
     "a cell is won or lost where the paired difference over memory sets is beyond its "
-    "95 % interval (and beyond 0.01), else tied; a reading is for the claim if at most "
-    "a tenth of its cells is lost and half of those are won where the other's error "
-    "is above 0.01, against it if over half of its cells are lost"
+    "95 % interval (and beyond 0.01), otherwise it is tied; a reading is for the claim "
+    "if at most a tenth of its cells are lost, and half of the cells are won in which "
+    "the rival's error is above 0.01; it is against the claim if over half of its "
+    "cells are lost"
 )
-OF_COLUMNS = (
+OF_READINGS = (
     "a claim holds if all readings are for it, does not hold if all are against it, "
     "and holds partly otherwise"
 )
 GAIN = (
-    "holds: half of the paper's gain, beyond 2 standard errors; partly: a gain beyond "
-    "2; undecided: within 2 errors of half of it; the released model decides"
+    "holds: at least half of the paper's gain, beyond 2 standard errors; partly: a "
+    "smaller gain, beyond 2 standard errors; undecided: half of the paper's gain is "
+    "within 2 standard errors; the released model decides"
 )
 CAPACITY = {
     data: (f"reference_{data}", f"capacity_{data}_paper", f"capacity_{data}_full")
@@ -48,7 +50,7 @@ TINY = "tiny20"
 TABLES = tuple(f"{data}_table" for data in CIFAR)
 BILEVEL = tuple(f"{data}_bilevel" for data in CIFAR)
 DEEP = tuple(f"{data}_deep" for data in CIFAR)
-# All images are those of the table.
+# The run on all images is the run of the image table.
 BY_SIZE = {data: (f"expressiveness_{data}", f"{data}_table") for data in CIFAR}
 LONG = (
     "hours on 2 cores: train.py --config=configs/vision.py:expressiveness "
@@ -73,7 +75,7 @@ def _retrieval() -> list[Claim]:
             "(capacity and noise, MNIST and CIFAR-10)",
             every,
             retrieval.least_error,
-            "cells, beside the best baseline",
+            "the rule of cells, against the best baseline",
         ),
         Claim(
             ("sec:intro", "sec:conclusion"),
@@ -81,19 +83,19 @@ def _retrieval() -> list[Claim]:
             "Stage I",
             (*one, "reference_mnist", "reference_cifar"),
             retrieval.single_step,
-            "two readings, the margin at N = 1 over MHM and its mean over the five "
-            "baselines, in the error of all memory sizes together and on average over "
-            "the data sets: one gives it from 25 % on; readings, for it if all of them "
-            "give it, against it if none does; not reproducible as stated: none in any "
-            "reading",
+            "two margins at N = 1, the margin over MHM and the mean margin over the "
+            "five baselines, both in the total error of all memory sizes and averaged "
+            "over the data sets; a reading is for the claim if both are at least 25 %, "
+            "against it if neither is; not reproducible as stated: no margin of any "
+            "reading is",
         ),
         Claim(
             ("abstract",),
             "Stage I reduces metastable states",
             ("metastability_mnist_paper", "metastability_mnist", "metastability_cifar"),
             retrieval.metastable,
-            "cells of data and alpha: memories mixed by a state, each model at its "
-            "best beta",
+            "the rule of cells, for every data set and alpha, on the number of "
+            "memories that a state mixes, each model at its best beta",
         ),
     ]
     for data, name in NAMES.items():
@@ -103,7 +105,7 @@ def _retrieval() -> list[Claim]:
                 f"least error at every memory size, {name}",
                 CAPACITY[data],
                 retrieval.least_error,
-                "cells, beside the best baseline",
+                "the rule of cells, against the best baseline",
             )
         )
     for data, name in NAMES.items():
@@ -113,7 +115,7 @@ def _retrieval() -> list[Claim]:
                 f"least error at every noise level, {name}",
                 NOISE[data],
                 retrieval.least_error,
-                "cells, beside the best baseline",
+                "the rule of cells, against the best baseline",
             )
         )
     rows.append(
@@ -122,10 +124,11 @@ def _retrieval() -> list[Claim]:
             "U-Hop is near optimal across all memory set sizes",
             (*CAPACITY["mnist"], *CAPACITY["cifar"]),
             retrieval.near_optimum,
-            "cells within 1.5 times the limit (the posterior mean under the known "
-            "corruption, 0 here) or a fiftieth of the error of always answering with "
-            "the mean (52 on MNIST, 187 on CIFAR-10); readings, for it from nine "
-            "tenths of cells on, against it below half",
+            "a cell is near if its error is within 1.5 times the limit (the posterior "
+            "mean under the known corruption, 0 here) or a fiftieth of the error of "
+            "always answering with the mean (52 on MNIST, 187 on CIFAR-10); a reading "
+            "is for the claim if nine tenths of its cells are near, against it if "
+            "fewer than half are",
         )
     )
     for data, name in NAMES.items():
@@ -140,11 +143,12 @@ def _retrieval() -> list[Claim]:
                 ),
                 retrieval.correlation,
                 "Spearman correlation over all runs of the paper's design, in which "
-                "half of the runs climb: holds from 0.7 on; else the correlation in "
-                "a memory set, over the steps of the paper's rate, is asked as well, "
-                "and both readings decide, against it below 0.3; the fair reading, in "
-                "which no run climbs and each has its own best beta, stands beside",
-                beside=(f"scatter_{data}_fair",),
+                "half of the runs climb: holds from 0.7 on; otherwise the correlation "
+                "within a memory set, over the steps of the paper's rate, is a second "
+                "reading, and each is for the claim from 0.7 on, against it below 0.3; "
+                "the fair reading, in which no run climbs and each run has its own "
+                "best beta, decides nothing",
+                compared=(f"scatter_{data}_fair",),
             )
         )
     for data, name in NAMES.items():
@@ -158,9 +162,10 @@ def _retrieval() -> list[Claim]:
                     f"stage_one_{data}_fair",
                 ),
                 retrieval.decay,
-                "from the least N to the paper's (100 on MNIST, 500 on CIFAR-10); "
-                "columns, for it if halved and lower beyond the 95 % interval, against "
-                "it if not lower beyond that",
+                "from the least N to the paper's N (100 on MNIST, 500 on CIFAR-10); a "
+                "reading is for the claim if the error is halved, and lower beyond the "
+                "95 % interval; against it if the error is not lower beyond the "
+                "interval",
             )
         )
     rows.append(
@@ -169,8 +174,9 @@ def _retrieval() -> list[Claim]:
             "Stage I gives larger separations Delta",
             tuple(f"stage_one_{d}_{p}" for d in NAMES for p in ("paper", "fair")),
             retrieval.wider,
-            "the smallest, 1 - max cos, from the least N to the paper's; readings and "
-            "data, for it if larger by a paired t test at 5 %, against it if smaller",
+            "the smallest separation, 1 - max cos, from the least N to the paper's N; "
+            "a reading on a data set is for the claim if the separation is larger by a "
+            "paired t test at 5 %, against it if smaller",
         )
     )
     for data, label in (
@@ -184,8 +190,8 @@ def _retrieval() -> list[Claim]:
                 + NAMES[data],
                 (f"reference_{data}", f"losses_{data}_paper", f"losses_{data}_rates"),
                 retrieval.average_or_maximum,
-                "cells of M and N; fair: each loss at its own best rate, chosen "
-                "on half of the memory sets and judged on the others",
+                "the rule of cells, for every M and N; fair: each loss at its own best "
+                "rate, chosen on half of the memory sets and judged on the others",
             )
         )
     rows.append(
@@ -194,7 +200,7 @@ def _retrieval() -> list[Claim]:
             "sparse models retrieve better under U-Hop",
             (*CAPACITY["mnist"], *CAPACITY["cifar"]),
             retrieval.sparse_gain,
-            "cells, beside Sparse MHM",
+            "the rule of cells, against Sparse MHM",
         )
     )
     return rows
@@ -208,19 +214,20 @@ def _images() -> list[Claim]:
             (*TABLES, TINY, *BILEVEL, learning.PATCHES),
             learning.learning_margin,
             GAIN,
-            beside=(*BILEVEL, learning.PATCHES),
+            compared=(*BILEVEL, learning.PATCHES),
         ),
         Claim(
             ("sec:exp_sl", "dfn:separation-loss"),
             "what U-Hop gains in learning is the work of Stage I",
             (*TABLES, *DEEP, *BILEVEL, learning.PATCHES),
             learning.work_of_stage_one,
-            "the released model with Stage I and without, by the average loss; holds: "
+            "the released model with Stage I, by the average loss, and without; holds: "
             "half of its gain over MHM comes with Stage I, beyond 2 standard errors; "
-            "partly: some of it; does not hold: none beyond 2, and the model without "
-            "it gains; else undecided. The loss for deep learning stands beside: the "
-            "paper claims nothing of one loss over the other",
-            beside=(*DEEP, *BILEVEL, learning.PATCHES),
+            "partly: less than half, beyond 2; does not hold: Stage I adds nothing "
+            "beyond 2, and the model without Stage I gains beyond 2; otherwise "
+            "undecided. The loss for deep learning decides nothing, since the paper "
+            "prefers neither loss",
+            compared=(*DEEP, *BILEVEL, learning.PATCHES),
         ),
         Claim(
             ("algo:bi-level",),
@@ -229,10 +236,11 @@ def _images() -> list[Claim]:
             (*TABLES, *BILEVEL, TINY, learning.PATCHES),
             learning.algorithm_two,
             "not reproducible as stated: on CIFAR an image is one memory, so that the "
-            "kernel changes the logits by exactly 0 and no gain is its work; partly if "
-            "it gains where it acts, on Tiny ImageNet or with patches of 8 (by the "
-            "rule of the margin in learning), and without CIFAR as that rule says",
-            beside=(TINY, learning.PATCHES),
+            "kernel changes the logits by exactly 0 and no gain comes from it; partly: "
+            "a gain where the kernel acts, on Tiny ImageNet or with patches of 8 (by "
+            "the rule of the margin in learning); without results of CIFAR that rule "
+            "decides",
+            compared=(TINY, learning.PATCHES),
         ),
     ]
     for (data, model), stated in paper.ACCURACIES.items():
@@ -247,13 +255,11 @@ def _accuracy(data: str, model: str, stated: paper.Accuracy, column: int) -> Cla
     rule = GAIN
     if single and model != "MHM":
         rule += "; with one memory the sparse model is MHM, number for number; not "
-        rule += (
-            "reproducible as stated: the paper's numbers without U-Hop of the two lie "
-        )
-        rule += f"more than {learning.ONE_FUNCTION:g} points apart"
+        rule += "reproducible as stated: the paper's numbers of the two models without "
+        rule += f"U-Hop lie more than {learning.ONE_FUNCTION:g} points apart"
     if not single:
-        rule += ", of Sparse MHM, which was not released, Algorithm 2; on a tenth of "
-        rule += "the classes partly at most"
+        rule += ", or Algorithm 2 for Sparse MHM, which was not released; on a tenth "
+        rule += "of the classes a claim holds partly at most"
     if column == 0:
         rule += f"; {LAST_EPOCH}"
     base = "MHM" if single else model
@@ -267,7 +273,7 @@ def _accuracy(data: str, model: str, stated: paper.Accuracy, column: int) -> Cla
         learning.accuracy(data, model, column),
         rule,
         f"train.py --config=configs/vision.py:{data} --config.arms={arms}",
-        beside=studies[1:],
+        compared=studies[1:],
     )
 
 
@@ -280,8 +286,8 @@ def _sizes() -> list[Claim]:
             TABLES[:1],
             learning.complexity,
             "two readings: no more parameters (to 1 %); a higher training accuracy "
-            "than a plain model of as many, beyond 2 standard errors; holds: both; "
-            "partly: one",
+            "than a plain model of as many parameters, beyond 2 standard errors; "
+            "holds: both; partly: one",
         ),
         Claim(
             ("fig:cifar10-max", "fig:cifar100-max", "fig:expresivenss"),
@@ -297,8 +303,9 @@ def _sizes() -> list[Claim]:
             "the gap in training accuracy grows with the sample size",
             BY_SIZE["cifar10"],
             learning.grows,
-            "from the smallest size to all images; holds: a gain on all, larger beyond "
-            "2 standard errors; partly: a gain on all",
+            "from the smallest size to all images; holds: a gain on all images, larger "
+            "than on the smallest size beyond 2 standard errors; partly: a gain on all "
+            "images, beyond 2",
         ),
         Claim(
             ("fig:cifar10-nax",),
@@ -326,11 +333,11 @@ def _sizes() -> list[Claim]:
                 "the training images",
                 BY_SIZE[data],
                 convergence.faster,
-                "the mean accuracy over the 25 epochs, of the released model over MHM; "
-                "each of test and training holds if it gains beyond 2 standard errors "
-                "at every size, and partly at some; does not hold: no size gains "
-                "beyond 2, and one loses beyond 2 or none gains at all; else "
-                "undecided; partly if the two differ",
+                "the gain of the released model over MHM in mean accuracy over the 25 "
+                "epochs; test and training images are judged apart: holds if every "
+                "size gains beyond 2 standard errors, partly if some size does; does "
+                "not hold: no size gains beyond 2, and one loses beyond 2 or none "
+                "gains at all; otherwise undecided; partly if the two verdicts differ",
                 part="_curves",
             )
         )
@@ -358,9 +365,10 @@ def _learning() -> list[Claim]:
                 f"{row.plain[1]}, with U-Hop {row.uhop[0]}, {row.uhop[1]}",
                 ("etth1",) if data == "etth1" else (),
                 learning.forecast(data, horizon),
-                "of MSE and MAE, partly if they differ: holds with half of the paper's "
-                "gain, beyond 2 standard errors, or with none where it has none; "
-                "undecided: within 2 errors of half of it, or one seed",
+                "MSE and MAE are judged apart; holds: at least half of the paper's "
+                "gain, beyond 2 standard errors, or no gain where the paper has none; "
+                "undecided: half of the paper's gain is within 2 standard errors, or "
+                "there is one seed; partly if the two verdicts differ",
                 f"hours on 2 cores: train.py --config=configs/time_series.py:{data} "
                 f"--config.horizon='({horizon},)'",
             )

@@ -8,7 +8,7 @@ class Study(NamedTuple):
 
     Attributes:
       command: as a user types it, without a directory.
-      minutes: that it takes on 2 CPU cores.
+      minutes: run time on 2 CPU cores.
     """
 
     command: str
@@ -16,7 +16,7 @@ class Study(NamedTuple):
 
     @property
     def cost(self) -> str:
-        """In words."""
+        """The run time in words."""
         if self.minutes < 1:
             return f"{60 * self.minutes:.0f} seconds"
         return f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
@@ -140,7 +140,7 @@ RETRIEVAL = {
     "metastability_mnist_paper": Study(
         f"{RETRIEVE}:metastability {PAPER} {ALPHAS} {STEPS}'(100,)'", 1
     ),
-    # Every method at its own best.
+    # Every method at its own best beta.
     "capacity_mnist_full": Study(f"{RETRIEVE}:capacity", 5),
     "capacity_cifar_full": Study(f"{RETRIEVE}:capacity {CIFAR}", 18),
     "capacity_mnist_fair": Study(
@@ -179,7 +179,7 @@ RETRIEVAL = {
 CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
 RELEASED = "MHM + U-Hop, reference"
 BILEVEL = ("MHM", "MHM + U-Hop", "Sparse MHM", "Sparse MHM + U-Hop")
-# What the released layer gives, what it gives without Stage I, and at equal size.
+# The released layer with Stage I and without, and a plain model of equal size.
 TABLE = _arms("MHM", RELEASED, f"{RELEASED}, no Stage I", "MHM, matched size")
 SEEDS = "--config.seeds='(0,1,2)'"
 PARTS = "--config.sizes='(1000,2000,5000,10000,20000)' --config.seeds='(0,1)'"
@@ -226,7 +226,7 @@ LEARNING = {
 }
 
 STUDIES = RETRIEVAL | LEARNING
-# Those of which accuracies and losses after every epoch are kept.
+# Studies whose accuracies and losses after every epoch are kept.
 CURVES = tuple(
     name for name in LEARNING if name.startswith("express") or name.endswith("_table")
 )

@@ -14,7 +14,7 @@ from files import RESULTS, all_results, read, rows_of
 from uhop_jax import paper
 
 ROOT = Path(__file__).parent.parent
-FOUND = ("calibrated", "limit")  # the other methods of these files are fixed
+NOT_FIXED = ("calibrated", "limit")  # all other methods are fixed similarities
 GRID = (
     ("mask 50 %", "mask", 0.5),
     ("mask 80 %", "mask", 0.8),
@@ -112,8 +112,8 @@ def line(*cells: str) -> str:
 def comparison(study: str, memories: int, cells: Sequence[tuple], limit: bool) -> str:
     """The best fixed similarity, the calibrated memory and the limit, by corruption.
 
-    What each knows besides the memories stands in the head: a fixed similarity nothing,
-    but that its beta was chosen under this corruption.
+    The head says what each method knows besides the memories. A fixed similarity knows
+    nothing, but its beta was chosen under this corruption.
     """
     head = [f"M = {memories}"]
     for data in ("MNIST", "CIFAR-10"):
@@ -124,28 +124,28 @@ def comparison(study: str, memories: int, cells: Sequence[tuple], limit: bool) -
     text = [line(*head), "|" + "---|" * len(head)]
     rows = {data: rows_of(f"{study}_{data}") for data in ("mnist", "cifar")}
     for title, kind, level in cells:
-        found = [title]
+        entries = [title]
         for data in rows:
             where = {"corruption": kind, "level": level, "memories": memories}
             samples = _samples(rows[data], where)
-            fixed = {k: v for k, v in samples.items() if k not in FOUND}
+            fixed = {k: v for k, v in samples.items() if k not in NOT_FIXED}
             best = min(fixed, key=lambda name: float(np.mean(fixed[name])))
-            found.append(f"{best} {with_error(fixed[best])}")
-            found += [with_error(samples[name]) for name in FOUND[: 1 + limit]]
-        text.append(line(*found))
+            entries.append(f"{best} {with_error(fixed[best])}")
+            entries += [with_error(samples[name]) for name in NOT_FIXED[: 1 + limit]]
+        text.append(line(*entries))
     return "\n".join(text)
 
 
 def _samples(rows: Sequence[dict], where: dict[str, Any]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for row in rows:
         if all(row[key] == value for key, value in where.items()):
-            found.setdefault(row["method"], []).append(row["error"])
-    return found
+            samples.setdefault(row["method"], []).append(row["error"])
+    return samples
 
 
 def agreement() -> str:
-    """How many numbers of the reference protocol agree with the released code's."""
+    """Counts of numbers on which the reference protocol and the released code agree."""
     text = [
         "| run | numbers | within 2 standard errors | within 3 |",
         "|---|---|---|---|",
@@ -159,7 +159,7 @@ def agreement() -> str:
 
 
 def images() -> str:
-    """Accuracies of the arms of the image table, and those that the paper states."""
+    """Accuracies of the arms of the image table, and the accuracies in the paper."""
     head = [
         f"{data}, {part}"
         for data in ("CIFAR-10", "CIFAR-100")
@@ -180,8 +180,8 @@ def images() -> str:
 
 
 def vision_reference() -> str:
-    """Accuracies of the released image code beside those of this library."""
-    found = {row[:4]: row for row in learning.agreement(all_results())}
+    """Accuracies of the released image code and of this library."""
+    agreements = {row[:4]: row for row in learning.agreement(all_results())}
     parts = ("training", "test")
     head = ["CIFAR-10, per cent"]
     for part in parts:
@@ -191,7 +191,7 @@ def vision_reference() -> str:
         number = f"{size:,}" if size else "all"
         cells = [f"{number} images, {NAMES[arm]}"]
         for part in parts:
-            row = found.get((data, size, arm, part))
+            row = agreements.get((data, size, arm, part))
             cells.append(learning.official_accuracy(official, part))
             cells += [row.measured, f"{row.z:+.1f}"] if row else ["-", "-"]
         text.append(line(*cells))
@@ -199,7 +199,7 @@ def vision_reference() -> str:
 
 
 def speed() -> str:
-    """Times of this library, and how many times as long each peer takes."""
+    """Times of this library, and times of each peer relative to them."""
     with (RESULTS / "benchmarks.csv").open(encoding="utf-8") as file:
         rows = {(row["comparison"], row["name"]): row for row in csv.DictReader(file)}
     peers = ("Optax", "JAXopt", "Flax", "PyTorch")
@@ -231,7 +231,7 @@ TABLES = {
 
 
 def written(page: str, text: str) -> str:
-    """The text of a page with its tables as the files have them.
+    """The text of a page, with its tables made from the result files.
 
     Raises:
       ValueError: if a mark is missing.

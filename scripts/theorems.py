@@ -1,4 +1,4 @@
-"""What the paper proves or defines, computed: exact cases of milliseconds each."""
+"""Statements that the paper proves or defines, computed on small exact cases."""
 
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ class Finding(NamedTuple):
     """A row of the report on a statement that can be computed exactly.
 
     Attributes:
-      label: of the paper.
+      label: label of the statement in the paper.
       says: what the paper states.
-      found: our numbers.
-      rule: how the verdict follows from them.
+      found: numbers computed here.
+      rule: how the verdict follows from the numbers.
       verdict: one of `verdicts.VERDICTS`.
     """
 
@@ -31,22 +31,22 @@ class Finding(NamedTuple):
 
 
 def of_counts(right: int, total: int) -> str:
-    """Holds in all cases, in some, or in none."""
+    """Holds if all cases are right, partly if some are, fails if none is."""
     return HOLDS if right == total else PARTLY if right else FAILS
 
 
 def gaussian(seed: int, *shape: int) -> Array:
-    """The same numbers on every machine."""
+    """Standard normal numbers, the same on every machine."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
 def unit(x: Array) -> Array:
-    """Rows of norm 1."""
+    """Rows scaled to norm 1."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def sphere(seed: int, count: int, dimension: int) -> Array:
-    """Unit vectors."""
+    """Random unit vectors, `(count, dimension)`."""
     return unit(gaussian(seed, count, dimension))
 
 
@@ -124,20 +124,20 @@ def stationary() -> Finding:
 
 
 def bound() -> Finding:
-    """The bound in the balls of random memories."""
+    """The error bound at random states in the balls of random memories."""
     betas = (10.0, 100.0, 1000.0)
-    broken, said, total = 0, dict.fromkeys(betas, 0), 0
+    broken, informative, total = 0, dict.fromkeys(betas, 0), 0
     for seed in range(20):
         memories = sphere(seed, 8, 16)
         radius = float(theory.radius(memories))
         aside = radius * 0.999 * sphere(seed + 50, 8, 16)
         for beta in betas:
             limit = theory.error_bound(memories, beta=beta)
-            found = uhop.retrieve(memories, memories + aside, beta=beta).state
-            broken += int((jnp.linalg.norm(found - memories, axis=-1) > limit).sum())
-            said[beta] += int((limit < 2).sum())
+            states = uhop.retrieve(memories, memories + aside, beta=beta).state
+            broken += int((jnp.linalg.norm(states - memories, axis=-1) > limit).sum())
+            informative[beta] += int((limit < 2).sum())
             total += len(memories)
-    listed = ", ".join(f"{n} at beta {beta:g}" for beta, n in said.items())
+    listed = ", ".join(f"{n} at beta {beta:g}" for beta, n in informative.items())
     return Finding(
         "eqn:error_bound_exp",
         "the error in the ball of a memory is at most "
@@ -170,7 +170,7 @@ def storing() -> Finding:
 
 
 def exact() -> Finding:
-    """The condition as printed, and with its sign turned round."""
+    """The condition for exact retrieval as printed, and with its sign reversed."""
     printed = corrected = one_hot = agree = total = 0
     t, alpha, beta = 2.0, 1.5, 4.0
     for seed in range(20):
@@ -237,7 +237,7 @@ def distance() -> Finding:
 
 
 def representation() -> Finding:
-    """Attention beside the matrix that it should attain."""
+    """Differences between attention and the matrix that it should attain."""
     worst, cases = 0.0, 5
     for seed in range(cases):
         features = jnp.linalg.qr(gaussian(seed, 32, 12))[0].T

@@ -11,31 +11,31 @@ NOT_AS_STATED = "not reproducible as stated"
 UNDECIDED, UNTESTED = "undecided", "not tested"
 VERDICTS = (HOLDS, PARTLY, FAILS, NOT_AS_STATED, UNDECIDED, UNTESTED)
 
-FOR, OPEN, AGAINST = 1, 0, -1  # what one column says of a claim
+FOR, OPEN, AGAINST = 1, 0, -1  # one reading: for the claim, open, or against it
 LEAST = (
     0.01  # differences below this are ties, and errors below it leave nothing to win
 )
 
 
-def of_columns(says: Sequence[int]) -> str:
-    """Holds if all columns speak for it, does not if all speak against it."""
-    if not says:
+def of_readings(readings: Sequence[int]) -> str:
+    """Holds if all readings are for the claim, fails if all are against it."""
+    if not readings:
         return UNTESTED
-    if min(says) == FOR:
+    if min(readings) == FOR:
         return HOLDS
-    return FAILS if max(says) == AGAINST else PARTLY
+    return FAILS if max(readings) == AGAINST else PARTLY
 
 
 def of_value(value: float, full: float, some: float) -> int:
-    """For it from `full` on, against it below `some`."""
+    """A reading for the claim from `full` on, and against it below `some`."""
     return FOR if value >= full else AGAINST if value < some else OPEN
 
 
 def of_gain(gain: float, error: float, stated: float) -> str:
     """The verdict on a gain in learning that the paper states.
 
-    Where the paper has no gain itself, the claim is that there is none. Where there is
-    one seed, and so no standard error, nothing is decided.
+    Where the paper has no gain, the claim is that there is no gain. One seed has no
+    standard error, and decides nothing.
     """
     if not np.isfinite(error):
         return UNDECIDED
@@ -78,7 +78,7 @@ def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Difference:
 
 
 class Tally(NamedTuple):
-    """Cells won, tied and lost, and in how many there was anything to win."""
+    """Numbers of cells won, tied and lost, and of cells that could be won."""
 
     won: int = 0
     tied: int = 0
@@ -87,19 +87,19 @@ class Tally(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of cells."""
+        """Number of cells."""
         return self.won + self.tied + self.lost
 
     @property
-    def says(self) -> int:
-        """For it or against it, by the rule of cells."""
+    def reading(self) -> int:
+        """For the claim, open, or against it, by the rule of cells."""
         if self.lost > self.total / 2:
             return AGAINST
         mostly = self.lost <= self.total / 10 and self.won >= self.winnable / 2
         return FOR if mostly else OPEN
 
     def with_cell(self, change: Difference, *, winnable: bool = True) -> "Tally":
-        """With one more cell, won where the change is negative."""
+        """The tally with one more cell, won where the change is negative."""
         won, lost = change.sign < 0, change.sign > 0
         return Tally(
             self.won + won,

@@ -1,4 +1,4 @@
-"""Strict JAX for every test, and what all tests share."""
+"""Strict JAX for every test, and shared helpers and fixtures."""
 
 import atexit
 import inspect
@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-# Tests compile much and compute little: let XLA spend its time accordingly, and share
-# what is compiled among the workers and the scripts that they run. Fusions are compiled
-# twice as fast by the old emitters; `XLA_FLAGS= pytest` tests with what users have.
+# Tests compile much and compute little: XLA optimises little, and compiled programs are
+# shared among the workers and the scripts that they run. The old emitters compile
+# fusions twice as fast. `XLA_FLAGS= pytest` tests with the flags of users.
 FAST = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_cpu_use_fusion_emitters=false"
@@ -55,7 +55,7 @@ every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
 
 def assert_close(actual, expected, *, floor=0.0, scale=1.0):
-    """Equal to `scale` times the tolerance of the dtype, and no closer than `floor`."""
+    """Asserts equality to `scale` tolerances of the dtype, or to `floor` if larger."""
     actual = np.asarray(actual)
     tolerance = max(scale * TOLERANCES[actual.dtype], floor)
     expected = np.asarray(expected, dtype=np.float64)
@@ -65,14 +65,16 @@ def assert_close(actual, expected, *, floor=0.0, scale=1.0):
 
 
 def config_module(name):
-    """A file of `configs/`."""
-    from uhop_jax import command_line  # once its types are checked
+    """The module of a file in `configs/`."""
+    from uhop_jax import (
+        command_line,
+    )  # imported late, so that the type checks of tests apply
 
     return command_line.config_module(name)
 
 
 def config_of(name, *variant):
-    """A config of `configs/`."""
+    """A config from a file in `configs/`."""
     return config_module(name).get_config(*variant)
 
 
@@ -102,7 +104,7 @@ for number, flags in enumerate(cases):
 def run_script(directory, script, *cases):
     """Exit code and standard error of a script for each list of flags.
 
-    The processes are forks of one that has imported everything.
+    The processes are forks of one process that has imported everything.
     """
     done = subprocess.run(
         [sys.executable, "-c", FORKS, json.dumps([str(ROOT / script), *cases])],
@@ -118,7 +120,7 @@ def run_script(directory, script, *cases):
 
 @pytest.fixture
 def untyped():
-    """Switches the type checks of the test run off, so that the library's speak."""
+    """Switches the type checks of tests off, so that checks of the library raise."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -154,7 +156,7 @@ def prepared(tmp_path_factory):
     directory, done = base / "prepared", base / "prepared.done"
     try:
         directory.mkdir()
-    except FileExistsError:  # by the other worker
+    except FileExistsError:  # another worker prepares the data
         for _ in range(600):
             if done.exists():
                 break
@@ -173,9 +175,9 @@ def prepared(tmp_path_factory):
 
 
 def slow_where(condition):
-    """Marks cases of a test as slow: combinations of what its other cases cover.
+    """Marks cases of a test as slow, if its other cases cover their parts one by one.
 
-    `condition` takes parameters of the test by name: whether the case is slow.
+    `condition` takes parameters of the test by name: whether a case is slow.
     """
     return pytest.mark.slow_where.with_args(condition)
 
@@ -198,12 +200,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Says how many result files are of other code than stands here."""
+    """Prints the number of stale result files."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import files
 
     if stale := files.stale():
         terminalreporter.write_line(
-            f"{len(stale)} result files are of other code or commands than stand here: "
+            f"{len(stale)} result files are stale, made by other code or commands: "
             "python scripts/reproduction.py --stale"
         )

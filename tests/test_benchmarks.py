@@ -1,4 +1,4 @@
-"""The benchmarks run: tiny sizes, one round, with the peers that are there."""
+"""The benchmarks run: tiny sizes, one round, with the installed peers."""
 
 import sys
 
@@ -67,15 +67,15 @@ def test_a_figure_has_a_panel_for_comparisons_that_begin_alike(tmp_path, monkeyp
         for name, ratio in (("products", 1.0), ("softmax", 0.5), ("PyTorch", ""))
     ]
     table.append({"comparison": "layer, float32", "name": "U-Hop", "ratio": "2.0"})
-    found = []
+    panels = []
     monkeypatch.setattr(
         "uhop_jax.plotting.comparisons",
-        lambda path, parts, title: found.extend(parts),
+        lambda path, parts, title: panels.extend(parts),
     )
     rows = [row | {"baseline": "products"} for row in table]
     timing.draw(tmp_path / "x.png", rows, "cpu")
-    assert [part.title for part in found] == ["retrieval, float32", "layer, float32"]
+    assert [part.title for part in panels] == ["retrieval, float32", "layer, float32"]
     groups = {"M = 10": {"softmax": (0.5, 0.0)}, "M = 100": {"softmax": (0.5, 0.0)}}
-    assert found[0].groups == groups and found[0].origin == 1
-    assert found[1].groups == {"": {"U-Hop": (2.0, 0.0)}}
-    assert found[0].xlabel == "time relative to products"
+    assert panels[0].groups == groups and panels[0].origin == 1
+    assert panels[1].groups == {"": {"U-Hop": (2.0, 0.0)}}
+    assert panels[0].xlabel == "time relative to products"

@@ -1,3 +1,5 @@
+"""Calibration: choices of kernel, separation and beta, expected errors, wrong input."""
+
 import re
 
 import jax
@@ -68,7 +70,7 @@ CORRUPTIONS = {
 
 
 def one_fast(names):
-    """All but the first of them slow."""
+    """Cases of which all but the first are marked slow."""
     first, *others = names
     return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
@@ -92,7 +94,7 @@ def errors_and_top1(model, copies):
 
 
 def index_of(model):
-    """Where in the trials the chosen model is."""
+    """Index of the chosen model in its trials: candidate, separation, beta."""
     candidate = model.names.index(model.name)
     beta = np.flatnonzero(np.asarray(model.betas[candidate]) == float(model.beta))
     return candidate, model.separations.index(repr(model.separation)), beta[0]
@@ -142,7 +144,7 @@ def test_no_fixed_similarity_is_clearly_better_on_fresh_copies(calibrated):
         assert loss.mean() <= slack + 0.01 * errors.mean() + 1e-6 * SPREAD, name
 
 
-def test_the_expected_error_is_that_of_fresh_copies(calibrated):
+def test_the_expected_error_is_the_error_of_fresh_copies(calibrated):
     _, model, copies = calibrated
     errors, right = errors_and_top1(model, copies)
     own = errors.std() / errors.size**0.5
@@ -163,7 +165,7 @@ def test_the_same_key_gives_the_same_numbers(calibrated):
     assert (other.trials != model.trials).any()
 
 
-def test_without_an_accuracy_the_choice_is_the_same_and_nothing_is_expected():
+def test_without_an_accuracy_the_choice_is_the_same_and_no_error_is_expected():
     options = {"queries": 60, "candidates": {"cosine": Cosine(), "l1": NegativeL1()}}
     full = calibrate(KEY, MEMORIES[:12], Noise(0.3), **options)
     short = calibrate(KEY, MEMORIES[:12], Noise(0.3), accuracy=None, **options)
@@ -199,18 +201,18 @@ def test_calibration_retrieves_as_the_function_does(calibrated, tmp_path):
     assert_close(inside(loaded).state, expected.state)
 
 
-def test_the_summary_says_what_was_chosen(calibrated):
+def test_the_summary_names_the_chosen_model(calibrated):
     _, model, _ = calibrated
     number = r"-?\d\.?\d*(e[+-]\d+)?|\d+(\.\d+)?"
     pattern = (
         rf"{re.escape(model.name)} with (softmax|entmax|sparsemax) at beta ({number}): "
         rf"expected error ({number}) ± ({number}), top-1 ([01]\.\d\d\d)"
     )
-    found = re.fullmatch(pattern, model.summary())
-    assert found, model.summary()
-    assert found[1] == type(model.separation).__name__.lower()
-    assert float(found[2]) == pytest.approx(float(model.beta), rel=0.01)
-    assert float(found[5]) == pytest.approx(float(model.expected_error), rel=0.01)
+    match = re.fullmatch(pattern, model.summary())
+    assert match, model.summary()
+    assert match[1] == type(model.separation).__name__.lower()
+    assert float(match[2]) == pytest.approx(float(model.beta), rel=0.01)
+    assert float(match[5]) == pytest.approx(float(model.expected_error), rel=0.01)
 
 
 @pytest.mark.parametrize("calibrated", one_fast(["mask", "noise"]), indirect=True)
@@ -283,7 +285,7 @@ def test_half_precision_memories_are_handled_in_float32():
 
 
 @pytest.mark.parametrize("number", [3, 12, 30])
-def test_copies_are_of_all_memories_alike(number):
+def test_all_memories_are_copied_equally_often(number):
     memories = MEMORIES[:12]
     query, observed, target = corrupted_copies(KEY, memories, Mask(0.0), number)
     assert observed is None
@@ -295,7 +297,7 @@ def test_copies_are_of_all_memories_alike(number):
 
 @pytest.mark.parametrize("count", [9, 80])  # fewer than the dimension, and more
 @pytest.mark.parametrize("separation", [Softmax(), Softmax1()], ids=repr)
-def test_sweep_errors_are_those_of_retrieval(count, separation):
+def test_sweep_errors_equal_the_errors_of_retrieval(count, separation):
     memories, target = MEMORIES[:count] + 3, jnp.asarray([0, 4, 8])
     query, betas = memories[target] + 0.1, jnp.asarray([0.1, 2.0, 30.0], jnp.float32)
     overlaps = Cosine()(memories, query)
@@ -397,7 +399,7 @@ def test_calibration_cannot_be_traced(trace):
         trace(lambda x: calibrate(KEY, x, Mask(0.5)).beta)
 
 
-def test_what_is_observed_in_all_queries_broadcasts():
+def test_one_observed_mask_for_all_queries_broadcasts():
     def left_half(key, patterns):
         del key
         return patterns, jnp.arange(64) < 32
@@ -462,7 +464,7 @@ def keys_used(call):
 
 
 @pytest.mark.parametrize("ties", [1, 2, 3, 4, 5])
-def test_copies_for_one_purpose_serve_no_other(ties):
+def test_copies_for_different_purposes_have_different_keys(ties):
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (4, 40))
     memories = jnp.asarray(signs)
     plain = (NegativeSquaredL2(), NegativeL2(), NegativeL1(), Dot(), Cosine())
@@ -478,7 +480,7 @@ def test_copies_for_one_purpose_serve_no_other(ties):
     assert len(set(keys)) == len(keys)
 
 
-def test_default_candidates_learn_from_copies_of_their_own():
+def test_default_candidates_learn_from_their_own_copies():
     _, keys = keys_used(
         lambda: default_candidates(
             KEY, MEMORIES[:8], Recorder(0.5), ridges=(1.0,), ranks=(2,)
@@ -510,7 +512,7 @@ def test_two_sided_centring_beats_every_fixed_similarity_under_folded_noise():
 
 
 @pytest.mark.parametrize("accuracy", [0.5, None])
-def test_nan_in_a_table_is_no_error_where_nan_is_looked_for(accuracy):
+def test_calibration_under_debug_nans(accuracy):
     memories = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (12, 6)))
     options = {"queries": 24, "accuracy": accuracy}
     similarities = (Dot(), Cosine(), NegativeL1(), NegativeL2(), NegativeSquaredL2())
@@ -519,6 +521,6 @@ def test_nan_in_a_table_is_no_error_where_nan_is_looked_for(accuracy):
     }
     expected = calibrate(jax.random.key(1), memories, Mask(0.5), **options)
     with jax.debug_nans(True):
-        found = calibrate(jax.random.key(1), memories, Mask(0.5), **options)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert np.isnan(found.trials).any()
+        model = calibrate(jax.random.key(1), memories, Mask(0.5), **options)
+    jax.tree.map(np.testing.assert_array_equal, model, expected)
+    assert np.isnan(model.trials).any()

@@ -113,7 +113,7 @@ def test_uc02_partly_masked_row(sep, expected, dtype):
 def test_uc03_huge_logits(sep):
     z = jnp.asarray([1.36762051e8, 1.59594639e8], jnp.float32)
     expected = [0.0, 1.0]
-    if isinstance(sep, Polynomial):  # homogeneous: it sees the ratio alone
+    if isinstance(sep, Polynomial):  # homogeneous: only ratios matter
         expected = naive_weights(sep, z)
     assert_close(weights(sep, z), expected)
     assert jnp.isfinite(pull_back(sep, z, jnp.asarray([1, 2], jnp.float32))).all()
@@ -517,7 +517,7 @@ PUBLIC_CALLS = {
     "gram": lambda x, q, sep: Dot().gram(x),
     **{repr(s): lambda x, q, sep, s=s: s(x, q) for s in SIMILARITIES},
 }
-NO_FLOATS = {  # neither in nor out, or none but those that come in
+NO_FLOATS = {  # no floats in, or no floats out but the floats in
     *("frozen_pytree", "has_energy", "load", "save", "memory_mesh", "shard_memories"),
     *("gaussian_start", "identity_start"),
     *("separation_from_name", "similarity_from_name"),
@@ -568,14 +568,14 @@ PATTERNS = np.random.default_rng(3).normal(size=(5, 4))
 def test_uc32_float64_losses_are_exact(kind, normalize):
     options = {"kind": kind, "normalize": normalize, "pairs": "distinct"}
     loss = separation_loss(jnp.asarray(PATTERNS), t=1.3, **options)
-    wanted = naive_loss(PATTERNS, 1.3, **options)
-    np.testing.assert_allclose(loss, wanted, rtol=0, atol=1e-12)
+    expected = naive_loss(PATTERNS, 1.3, **options)
+    np.testing.assert_allclose(loss, expected, rtol=0, atol=1e-12)
     separation = smallest_separation(jnp.asarray(PATTERNS))
     np.testing.assert_allclose(separation, naive_separation(PATTERNS), atol=1e-12)
 
 
 def naive_step(W, rate, t):
-    """One step of Algorithm 1 on the average loss of features as long as they are."""
+    """One step of Algorithm 1 on the average loss of features, not normalised."""
     features = PATTERNS @ W.T
     difference = features[:, None] - features[None]
     share = np.exp(-t * (difference**2).sum(-1)) * (1 - np.eye(len(PATTERNS)))
@@ -601,7 +601,7 @@ def test_uc32_float64_fits_are_exact(path):
 
 @pytest.mark.parametrize("call", [retrieve, converge, energy, trajectory])
 def test_uc33_one_program_for_many_betas_and_alphas(call, compilations):
-    memories, query = jnp.ones((4, 11)), jnp.ones((2, 11))  # in no other test
+    memories, query = jnp.ones((4, 11)), jnp.ones((2, 11))  # shapes of no other test
     counts = []
     for beta in (1.0, 2.0, 3.0):
         for alpha in (1.2, 1.6):
@@ -612,7 +612,7 @@ def test_uc33_one_program_for_many_betas_and_alphas(call, compilations):
 
 
 @pytest.mark.parametrize("separation", [[1.5], lambda z: z, Softmax, "softmax", None])
-def test_uc33_what_is_no_separation_is_refused(separation, untyped):
+def test_uc33_objects_that_are_no_separation_are_refused(separation, untyped):
     with pytest.raises(ValueError, match="separation must be one of Softmax, .*, got"):
         retrieve(*xi3(), beta=1.0, separation=separation)
 

@@ -210,33 +210,33 @@ def test_wrong_input_is_refused(untyped, call, message):
         call()
 
 
-def test_unusual_but_right_input_is_taken(untyped):
+def test_unusual_but_valid_input_is_accepted(untyped):
     expected = theory.pattern_separation(X)
     for zero in (0, np.float32(0), jnp.zeros(())):
-        found = theory.pattern_separation(X, distance=zero)
-        np.testing.assert_array_equal(found, expected)
-    found = theory.capacity(KEY, X, sizes=np.array([2, 3]), beta=1.0)
-    np.testing.assert_array_equal(found.sizes, [2, 3])
+        result = theory.pattern_separation(X, distance=zero)
+        np.testing.assert_array_equal(result, expected)
+    result = theory.capacity(KEY, X, sizes=np.array([2, 3]), beta=1.0)
+    np.testing.assert_array_equal(result.sizes, [2, 3])
     old, new = (uj.gaussian_start(k, 3) for k in (jax.random.PRNGKey(0), KEY))
     np.testing.assert_array_equal(old.weights, new.weights)
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4"])
-def test_arrays_in_another_order_of_bytes(dtype, tmp_path, untyped):
+def test_arrays_in_another_byte_order(dtype, tmp_path, untyped):
     given = (np.random.default_rng(0).normal(size=(6, 4)) * 5).astype(dtype)
     native = given.astype(given.dtype.newbyteorder("="))
     path = tmp_path / "memories.npy"
     np.save(path, given)
     one = np.asarray(1.0, ">f8")
     expected = uj.retrieve(native, native[:2], beta=1.0).state
-    found = [
+    states = [
         uj.retrieve(given, given[:2], beta=one).state,
         uj.retrieve_streamed(jnp.asarray(native), given[:2], beta=one).state,
     ]
     for memories in (given, path, lambda: iter([given[:4], given[4:]])):
-        found.append(uj.retrieve_streamed(memories, given[:2], beta=1.0).state)
+        states.append(uj.retrieve_streamed(memories, given[:2], beta=1.0).state)
     top = uj.retrieve_streamed(given, given[:2], beta=1.0, separation=uj.TopK(6))
-    for state in (*found, top.state):
+    for state in (*states, top.state):
         assert state.dtype == expected.dtype
         assert_close(state, expected)
     memory, _ = uj.Memory.empty(4, dtype=jnp.float64).add(given)
@@ -256,7 +256,7 @@ def test_arrays_in_another_order_of_bytes(dtype, tmp_path, untyped):
     ],
     ids=["long double", "objects", "text", "dates", "ragged"],
 )
-def test_what_is_no_array_of_numbers_is_named_in_words_of_ours(given, got, untyped):
+def test_objects_that_are_no_array_of_numbers_are_named(given, got, untyped):
     memories = np.ones((2, 4))
     for call in (
         lambda: uj.retrieve(given, memories, beta=1.0),

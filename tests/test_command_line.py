@@ -16,7 +16,7 @@ def changed(name, key, value):
     node = config
     for part in path:
         node = node[part]
-    with config.ignore_type():  # as in a file that does not begin with a shipped one
+    with config.ignore_type():  # as in a file that does not start from a shipped config
         node[last] = value
     return config
 
@@ -40,7 +40,7 @@ def changed(name, key, value):
         ("retrieval", "data.limitt", 1, "did you mean config.data.limit"),
     ],
 )
-def test_keys_types_and_lists_are_those_of_the_shipped_config(
+def test_keys_types_and_lists_must_be_as_in_the_shipped_config(
     name, key, value, message
 ):
     with pytest.raises(ValueError, match=message):
@@ -62,7 +62,7 @@ def test_missing_keys_and_other_scripts_are_named():
 
 
 @pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
-def test_every_variant_is_like_itself(name):
+def test_every_shipped_variant_passes_the_check(name):
     for variant in config_module(name).VARIANTS:
         check_config(config_of(name, variant), name)
     if name == "time_series":  # equal fractions are no duplicates
@@ -71,7 +71,7 @@ def test_every_variant_is_like_itself(name):
 
 
 @pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
-def test_every_variant_says_what_it_costs(name):
+def test_every_variant_states_its_cost(name):
     for variant in config_module(name).VARIANTS:
         assert cost(name, variant), variant
     assert cost(name, "mine") == ""
@@ -93,7 +93,7 @@ def test_every_task_and_variant_has_a_directory_of_its_own():
     assert str(places[4]) == "results/forecasting/demo"
 
 
-def test_progress_in_a_log_is_a_line_now_and_then(monkeypatch, capsys):
+def test_progress_in_a_log_is_one_line_at_intervals(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     progress = Progress("demo", 100, "memory sets", done=20)
@@ -124,7 +124,7 @@ def get_config():
 """
 
 
-def test_retrieve_says_what_is_wrong_and_writes_nothing(tmp_path):
+def test_retrieve_names_the_error_and_writes_nothing(tmp_path):
     (tmp_path / "own.py").write_text(
         OWN.format(name="retrieval", variant="demo", change="config.runz = 3")
     )
@@ -137,14 +137,14 @@ def test_retrieve_says_what_is_wrong_and_writes_nothing(tmp_path):
         "--config.seed=-1": "seed must be at least 0, got -1",
     }
     cases = [[flag] for flag in wrong]
-    found = run_script(tmp_path, "retrieve.py", *cases)
-    for (code, err), message in zip(found, wrong.values(), strict=True):
+    outcomes = run_script(tmp_path, "retrieve.py", *cases)
+    for (code, err), message in zip(outcomes, wrong.values(), strict=True):
         assert code == 2 and message in err, err
         assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "results").exists()
 
 
-def test_train_says_what_is_wrong(tmp_path):
+def test_train_names_the_error(tmp_path):
     """Divergence, sizes beyond memory, another script's config, damaged records."""
     (tmp_path / "own.py").write_text(
         OWN.format(name="vision", variant="digits", change="config.train.epochz = 3")
@@ -164,12 +164,12 @@ def test_train_says_what_is_wrong(tmp_path):
         "--workdir=deep": "deep/config.json is damaged, it is no JSON",
     }
     cases = [[flag] if "--config=" in flag else [*tiny, flag] for flag in wrong]
-    found = run_script(tmp_path, "train.py", *cases)
-    for (code, err), message in zip(found, wrong.values(), strict=True):
-        *told, said = err.strip().splitlines()
-        assert code == 2 and message in said, err
-        assert all(" examples, " in line for line in told), err  # progress alone
-    # The default directory is not bound by what failed in it.
+    outcomes = run_script(tmp_path, "train.py", *cases)
+    for (code, err), message in zip(outcomes, wrong.values(), strict=True):
+        *progress, sentence = err.strip().splitlines()
+        assert code == 2 and message in sentence, err
+        assert all(" examples, " in line for line in progress), err
+    # Failed runs do not bind the default directory.
     record = json.loads((tmp_path / "results/vision/digits/run.json").read_text())
     assert record["written"] == {}
     assert str(ROOT) not in json.dumps(record)

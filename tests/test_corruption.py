@@ -1,3 +1,5 @@
+"""Corruptions and their likelihoods, against definitions written out."""
+
 import functools
 import itertools
 
@@ -101,7 +103,7 @@ def test_clamped_patterns_are_in_the_range_of_their_dtype(dtype):
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
-def test_norm_noise_has_that_norm(scale):
+def test_norm_noise_has_the_given_norm(scale):
     noise = Noise(scale, low=None, high=None, kind="norm")
     patterns = images(5, 7, 12)
     norms = np.linalg.norm(noise(KEY, patterns) - patterns, axis=-1)
@@ -129,7 +131,7 @@ def test_mask_likelihood_is_the_product_over_components(fraction):
     ("low", "high"), [(0.0, 1.0), (None, 1.0), (0.0, None), (None, None)]
 )
 @pytest.mark.parametrize("scale", [0.2, 1.0])
-def test_noise_likelihood_is_that_of_clamped_gaussians(scale, low, high):
+def test_noise_likelihood_is_the_likelihood_of_clamped_gaussians(scale, low, high):
     memories, noise = images(6, 8), Noise(scale, low=low, high=high)
     query = noise(KEY, images(2, 5, 8, seed=1))
     a, c = np.asarray(memories), np.asarray(query)[..., None, :]
@@ -147,13 +149,13 @@ def test_noise_likelihood_is_that_of_clamped_gaussians(scale, low, high):
 @pytest.mark.parametrize(
     "corrupt", [Mask(0.4), Noise(0.4), Noise(0.4, low=None), Noise(0.0)], ids=repr
 )
-def test_what_is_not_observed_has_no_say_in_the_likelihood(corrupt):
+def test_the_likelihood_ignores_unobserved_components(corrupt):
     memories = images(6, 8)
     query = corrupt(KEY, memories)
     observed = jax.random.bernoulli(jax.random.key(1), 0.6, query.shape)
     hidden = jnp.where(observed, query, jnp.nan)
-    found = corrupt.log_likelihood(memories, hidden, observed=observed)
-    for row, q, seen in zip(found, query, observed, strict=True):
+    likelihood = corrupt.log_likelihood(memories, hidden, observed=observed)
+    for row, q, seen in zip(likelihood, query, observed, strict=True):
         expected = corrupt.log_likelihood(memories[:, seen], q[seen])
         assert np.isfinite(expected).any()
         assert_close(row, expected)
@@ -163,18 +165,18 @@ def test_what_is_not_observed_has_no_say_in_the_likelihood(corrupt):
 def test_known_mask_likelihood_is_over_the_observed_components(fraction):
     memories = jnp.round(images(20, 5))
     query, observed = Mask(fraction, known=True)(KEY, memories)
-    found = jax.jit(Mask(fraction, known=True).log_likelihood)(
+    likelihood = jax.jit(Mask(fraction, known=True).log_likelihood)(
         memories, query, observed=observed
     )
     fits = np.asarray((query[:, None] == memories[None]) | ~observed[:, None])
     seen = np.asarray(observed).sum(-1, keepdims=True)
     p = fits.all(-1) * fraction ** (5 - seen) * (1 - fraction) ** seen
     with np.errstate(divide="ignore"):
-        assert_close(found, np.log(p))
+        assert_close(likelihood, np.log(p))
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.8])
-def test_the_limit_of_a_known_mask_is_the_mean_of_what_fits(fraction):
+def test_the_limit_of_a_known_mask_is_the_mean_of_matching_memories(fraction):
     memories = jnp.round(images(20, 6))
     query, observed = Mask(fraction, known=True)(KEY, memories)
     hidden = jnp.where(observed, query, jnp.nan)
@@ -236,7 +238,7 @@ def test_no_beta_does_better_than_the_posterior_mean(corrupt):
             assert worse.mean() > -3 * worse.std() / worse.size**0.5
 
 
-def test_numbers_of_a_corruption_do_not_compile_anew(compilations):
+def test_new_numbers_of_a_corruption_do_not_recompile(compilations):
     apply = jax.jit(lambda corruption, key, x: corruption(key, x))
     patterns, other = images(4, 5), images(4, 5, seed=1)
     for make in (Mask, Noise, lambda _: halve):

@@ -1,4 +1,4 @@
-"""Corruptions of the experiments: the authors' code's, and dependent pixels."""
+"""Corruptions of the experiments: from the authors' code, and dependent pixels."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_every_kind_keeps_shape_and_is_a_function_of_its_key(kind):
     assert (query != IMAGES).any()
 
 
-def test_dropout_doubles_what_it_keeps():
+def test_dropout_doubles_the_kept_components():
     query = np.asarray(Dropout(0.5)(KEY, IMAGES))
     kept = query != 0
     assert_close(query[kept], 2 * np.asarray(IMAGES)[kept])
@@ -51,8 +51,8 @@ def test_folded_noise_is_never_negative_and_its_likelihood_is_bayes():
     scale, memories = 0.7, IMAGES[:3, :4]
     query = FoldedNoise(scale)(KEY, memories)
     assert (query >= 0).all() and (query <= 1).all()
-    found = FoldedNoise(scale).log_likelihood(memories, query)
-    for q, row in zip(np.asarray(query), np.asarray(found), strict=True):
+    likelihood = FoldedNoise(scale).log_likelihood(memories, query)
+    for q, row in zip(np.asarray(query), np.asarray(likelihood), strict=True):
         expected = []
         for m in np.asarray(memories):
             density = norm.pdf(q, m, scale) + norm.pdf(-q, m, scale)
@@ -65,13 +65,14 @@ def test_folded_noise_is_never_negative_and_its_likelihood_is_bayes():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("scale", [0.0, 1e-200, 1e-25])
-def test_noise_of_no_scale_says_which_memory_a_query_is(scale, dtype):
+def test_noise_of_scale_zero_identifies_the_memory(scale, dtype):
     memories = IMAGES[:4, :6].astype(dtype).at[0, 0].set(1.0)
     query = jnp.stack([memories[2], memories[0]])
     for noise in (FoldedNoise(scale), Noise(scale)):
-        found = noise.log_likelihood(memories, query)
+        likelihood = noise.log_likelihood(memories, query)
         np.testing.assert_array_equal(
-            jnp.exp(found - found.max(-1, keepdims=True)), jnp.eye(4)[jnp.array([2, 0])]
+            jnp.exp(likelihood - likelihood.max(-1, keepdims=True)),
+            jnp.eye(4)[jnp.array([2, 0])],
         )
 
 
@@ -84,17 +85,19 @@ def test_the_limit_of_no_corruption_is_the_memory_itself(kind):
     np.testing.assert_array_equal(
         posterior_weights(corruption, queries), jnp.eye(4)[None]
     )
-    # What is a copy of no memory leaves the prior, and no NaN.
+    # A query that copies no memory leaves the prior, and no NaN.
     strangers = queries._replace(query=0.5 * memories.at[:, :2].multiply(2.0))
-    found = posterior_weights(corruption, strangers)[0]
-    np.testing.assert_array_equal(found[:2], jnp.eye(2, 4))
-    np.testing.assert_allclose(found[2:], 0.25, rtol=1e-6)
+    weights = posterior_weights(corruption, strangers)[0]
+    np.testing.assert_array_equal(weights[:2], jnp.eye(2, 4))
+    np.testing.assert_allclose(weights[2:], 0.25, rtol=1e-6)
 
 
-def test_what_is_clamped_far_from_a_memory_is_unlikely_and_not_impossible():
+def test_values_clamped_far_from_a_memory_have_a_finite_likelihood():
     memories = jnp.asarray([[0.0, 0.1], [0.1, 0.0]], jnp.float32)
-    found = FoldedNoise(0.05).log_likelihood(memories, jnp.ones((1, 2), jnp.float32))
-    assert jnp.isfinite(found).all()
+    likelihood = FoldedNoise(0.05).log_likelihood(
+        memories, jnp.ones((1, 2), jnp.float32)
+    )
+    assert jnp.isfinite(likelihood).all()
 
 
 def test_a_block_is_one_square_of_the_size_asked_for():

@@ -29,9 +29,9 @@ def test_prepared_sets_are_the_raw_files(prepared):
     labels = np.frombuffer(labels, np.uint8, offset=8)[:number]
     assert images.pixels.dtype == np.float32 and images.labels.dtype == np.int32
     order = {x.tobytes(): label for x, label in zip(raw, labels, strict=True)}
-    found = np.round(images.pixels * 255).astype(np.uint8)
-    assert len({x.tobytes() for x in found}) == len(order) == number
-    for x, label in zip(found, images.labels, strict=True):
+    pixels = np.round(images.pixels * 255).astype(np.uint8)
+    assert len({x.tobytes() for x in pixels}) == len(order) == number
+    for x, label in zip(pixels, images.labels, strict=True):
         assert order[x.tobytes()] == label
 
     images = data.images("cifar10", split="test", directory=prepared, limit=50)
@@ -42,8 +42,8 @@ def test_prepared_sets_are_the_raw_files(prepared):
     order = {
         x.tobytes(): y for x, y in zip(raw[: LIMIT["cifar10"]], labels, strict=False)
     }
-    found = np.round(images.pixels * 255).astype(np.uint8)
-    for x, label in zip(found, images.labels, strict=True):
+    pixels = np.round(images.pixels * 255).astype(np.uint8)
+    for x, label in zip(pixels, images.labels, strict=True):
         assert order[x.tobytes()] == label
 
 
@@ -56,7 +56,7 @@ def test_reading_needs_no_tensorflow(prepared):
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_a_split_that_is_not_there_is_named(prepared):
+def test_a_missing_split_is_named(prepared):
     info = prepared / "cifar10" / "3.0.2" / "dataset_info.json"
     copy = prepared.parent / "one_split"
     (copy / "cifar10" / "3.0.2").mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def test_digits_are_real_and_complete():
     assert patterns.names == ("0", "1", "2", "3", "4")
 
 
-def test_synthetic_patterns_are_what_they_say():
+def test_synthetic_patterns_have_the_stated_law():
     sphere = data.load("synthetic:sphere:32", limit=500).values
     np.testing.assert_allclose(np.linalg.norm(sphere, axis=1), 1, rtol=1e-5)
     gaussian = data.synthetic("gaussian", 2000, 16, seed=1)
@@ -233,7 +233,7 @@ def test_arrays_are_read(tmp_path, array, shape, scale):
 
 
 def broken(tmp_path, case):
-    """Makes a broken input; gives its path."""
+    """Writes a broken input and returns its path."""
     path = tmp_path / "x.npy"
     match case:
         case "missing":
@@ -343,7 +343,7 @@ def test_wrong_arguments_are_named(call, message):
 
 def refused(path, message):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of damaged TIFF
+        warnings.simplefilter("ignore")  # Pillow warns of damaged TIFF
         with pytest.raises(ValueError, match=message) as raised:
             data.read_patterns(path)
     assert len(str(raised.value).splitlines()) == 1
@@ -358,7 +358,7 @@ def refused(path, message):
         (np.ones((2, 3), complex), "a.npy must hold real numbers"),
     ],
 )
-def test_more_arrays_are_refused(tmp_path, array, message):
+def test_other_wrong_arrays_are_refused(tmp_path, array, message):
     np.save(tmp_path / "a.npy", array)
     refused(tmp_path / "a.npy", message)
 
@@ -417,7 +417,7 @@ def test_deep_images_are_refused_not_clipped(tmp_path, dtype):
     refused(tmp_path, "a.tif has more than 8 bits a channel")
 
 
-def test_what_a_folder_holds_beside_pictures_is_named(tmp_path):
+def test_files_in_a_folder_other_than_pictures_are_named(tmp_path):
     picture = Image.fromarray(np.zeros((4, 4), np.uint8))
     for name in ("a.png", "h.PNG", "i.JPG", "b.gif", "c.jfif", "d.ppm"):
         picture.save(tmp_path / name, "JPEG" if name == "c.jfif" else None)
@@ -448,7 +448,7 @@ def test_names_that_are_no_utf8_are_escaped(tmp_path):
 @pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tif"])
 def test_pictures_are_turned_upright(tmp_path, ending):
     pixels = np.kron(np.asarray([[30, 90], [150, 220]], np.uint8), np.ones((3, 4)))
-    # What the camera saw, and its orientation (EXIF tag 0x0112).
+    # The picture as the camera stored it, and its orientation (EXIF tag 0x0112).
     for name, turns, orientation in (("a", 0, 1), ("b", 2, 3), ("c", 1, 6)):
         exif = Image.Exif()
         exif[0x0112] = orientation
@@ -490,16 +490,16 @@ def test_paths_may_begin_at_home(tmp_path, monkeypatch):
     assert data.labelled_images("~/set", split="test").classes == ("a", "b")
     (tmp_path / "set" / "test" / "loose.png").touch()
     (tmp_path / "set" / "test" / "b" / "p1.png").rename(tmp_path / "set/test/b/p1.gif")
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         images = data.labelled_images("~/set", split="test")
     assert images.labels.tolist() == [0, 0, 1]
-    ends = [str(warning.message).partition("; ")[2] for warning in said]
+    ends = [str(warning.message).partition("; ")[2] for warning in caught]
     assert ends == ["not read: loose.png", "not read: b/p1.gif"]
     with pytest.raises(ValueError, match="no such file or folder: ~nobody-here/x"):
         data.load("~nobody-here/x.npy")
 
 
-def test_more_than_fits_into_memory_is_refused(tmp_path, monkeypatch):
+def test_arrays_larger_than_memory_are_refused(tmp_path, monkeypatch):
     np.save(tmp_path / "a.npy", np.zeros((2, 2)))
     whole = (tmp_path / "a.npy").read_bytes()
     header = whole[:128].replace(b"(2, 2), }         ", b"(17179869184, 2), }")[:128]

@@ -1,4 +1,4 @@
-"""`train.py` on series: files, studies that go on, exports, and wrong input."""
+"""`train.py` on series: files, interrupted studies, exports, and wrong input."""
 
 import json
 import re
@@ -83,11 +83,11 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
     assert {p.name for p in run.glob("[!.]*")} == names
     with Image.open(run / "forecasts.png") as picture:
         assert min(picture.size) > 300
-    *cheap, ours = records(run / "results.csv")
+    *cheap, trained = records(run / "results.csv")
     rows = records(run / "metrics.csv")
     best = min(rows, key=lambda row: float(row["validation_loss"]))
-    assert ours["validation_loss"] == best["validation_loss"]
-    assert ours["best_epoch"] == best["epoch"]
+    assert trained["validation_loss"] == best["validation_loss"]
+    assert trained["best_epoch"] == best["epoch"]
     for name in ("separation", "separation_gap"):
         assert float(rows[-1][name]) < float(rows[0][name])
     assert float(rows[0]["separation"]) < 0 < float(rows[-1]["separation_gap"])
@@ -97,11 +97,11 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
     where = data.borders(str(path), 100)
     splits = data.splits(series.values, where, in_len=12, out_len=4)
     forecasts = baselines.baselines(splits.train, period=series.period)
-    for row, found in zip(
+    for row, scores in zip(
         cheap, baselines.evaluate(forecasts, splits.test), strict=True
     ):
-        assert row["arm"] == found["method"]
-        assert float(row["test_mse"]) == pytest.approx(found["mse"])
+        assert row["arm"] == scores["method"]
+        assert float(row["test_mse"]) == pytest.approx(scores["mse"])
         assert 0 < float(row["validation_loss"]) != float(row["test_mae"])
 
     # The error of the best checkpoint, by hand: windows, scaling, exact mean (UC-34).
@@ -115,26 +115,26 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
     inputs = jnp.concatenate([batch["inputs"], last])
     forecast = np.asarray(trainer.outputs(state, (inputs,)))
     error = forecast[:-1] - np.asarray(batch["targets"])
-    np.testing.assert_allclose(float(ours["test_mse"]), (error**2).mean(), rtol=1e-5)
-    np.testing.assert_allclose(float(ours["test_mae"]), abs(error).mean(), rtol=1e-5)
+    np.testing.assert_allclose(float(trained["test_mse"]), (error**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(float(trained["test_mae"]), abs(error).mean(), rtol=1e-5)
 
-    # The export: what follows the last window, in its units, under the next dates.
-    found = records(run / "predictions.csv")
-    assert list(found[0]) == ["date", "load (MW)", "heat (C)"]
-    dates = [row["date"] for row in found]
+    # The export: the forecast after the last window, in the units of the file.
+    predictions = records(run / "predictions.csv")
+    assert list(predictions[0]) == ["date", "load (MW)", "heat (C)"]
+    dates = [row["date"] for row in predictions]
     assert dates[:2] == ["2024-03-02 04:00:00", "2024-03-02 05:00:00"]
-    given = [[float(r["load (MW)"]), float(r["heat (C)"])] for r in found]
-    wanted = splits.scaler.unscaled(forecast[-1])
-    np.testing.assert_allclose(given, wanted, rtol=1e-5)
+    given = [[float(r["load (MW)"]), float(r["heat (C)"])] for r in predictions]
+    expected = splits.scaler.unscaled(forecast[-1])
+    np.testing.assert_allclose(given, expected, rtol=1e-5)
     assert 30 < given[0][0] < 70
 
-    # What was deleted is written anew.
+    # Deleted files are written again.
     text = (run / "predictions.csv").read_bytes()
     (run / "predictions.csv").unlink()
     train_and_evaluate(tiny(path), run)
     assert (run / "predictions.csv").read_bytes() == text
 
-    # The scaler is that of the data that were trained on: others are refused.
+    # The scaler belongs to the training data: other data are refused.
     grown, given = tmp_path / "grown.csv", {"predict": str(path)}
     write(grown, rows=110)
     with pytest.raises(ValueError, match="config.cell.data=.*mine.csv, this one has"):
@@ -148,31 +148,31 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
     record = json.loads((run / "run.json").read_text())["read"][f"scaler of {path}"]
     np.testing.assert_array_equal(record["mean"], splits.scaler.mean)
 
-    # What follows another file.
+    # The forecast after another file.
     other = write(tmp_path / "new.csv", rows=14)
     study.config.predict = str(other)
-    said = study.predict(cell, trainer, state, run)
-    assert said.startswith("4 rows after 2024-02-27 13:00:00 written to")
+    message = study.predict(cell, trainer, state, run)
+    assert message.startswith("4 rows after 2024-02-27 13:00:00 written to")
     assert records(run / "predictions.csv")[0]["date"] == "2024-02-27 14:00:00"
     study.config.predict = str(write(other, rows=11))
     with pytest.raises(ValueError, match="a window takes 12 rows, .* has 11"):
         study.predict(cell, trainer, state, run)
-    for step, said in ((24, "1 day"), (0.25, "15 minutes")):  # C2-19
+    for step, message in ((24, "1 day"), (0.25, "15 minutes")):  # C2-19
         minutes = np.timedelta64(int(60 * step), "m")
         study.config.predict = str(write(other, rows=20, step=minutes))
-        with pytest.raises(ValueError, match=f"of 1 hour, .* have steps of {said}"):
+        with pytest.raises(ValueError, match=f"of 1 hour, .* have steps of {message}"):
             study.predict(cell, trainer, state, run)
     other.write_text(re.sub(r":00,", ":00+02:00,", write(other, rows=14).read_text()))
     study.predict(cell, trainer, state, run)
-    found = records(run / "predictions.csv")[0]  # in the file's own time
-    assert found["date"] == "2024-02-27 14:00:00+02:00"
+    row = records(run / "predictions.csv")[0]  # in the file's own time
+    assert row["date"] == "2024-02-27 14:00:00+02:00"
     other.write_text(other.read_text().replace("load (MW)", "load"))
     with pytest.raises(ValueError, match="the model has the columns load .MW., heat"):
         study.predict(cell, trainer, state, run)
 
 
-def test_a_file_goes_on_by_the_calendar_of_the_model(tmp_path):
-    """Five weekdays alone are days; a model of weekdays goes on with weekdays."""
+def test_a_forecast_continues_by_the_calendar_of_the_model(tmp_path):
+    """Five weekdays look like days, but a model of weekdays continues with weekdays."""
     days = np.busday_offset("2024-01-01", np.arange(60))
 
     def read(dates):
@@ -189,17 +189,17 @@ def test_a_file_goes_on_by_the_calendar_of_the_model(tmp_path):
     assert not short.goes_on_like(learned)
 
 
-@pytest.mark.slow  # two runs, and four compilations of what judges them
+@pytest.mark.slow  # two runs, and four compilations of evaluations
 def test_external_memories(path, tmp_path, capsys):
-    """On the best checkpoint of a run that is there; what is frozen stays as it was."""
+    """Memories on the best checkpoint of a finished run; frozen parameters stay."""
     changes = {"train.epochs": 1, "bank": 5}
     run, tuned = tmp_path / "run", tmp_path / "run" / "tuned_memory"
     train_and_evaluate(tiny(path, external_memory="tune", **changes), run)
     assert "mine.csv, 4, MHM + U-Hop, tune memory" in capsys.readouterr().out
-    *_, plain, ours = records(run / "results.csv")
-    assert (ours["memory"], ours["bank"]) == ("tune", "5")
-    assert ours["test_mse"] != plain["test_mse"]
-    assert float(ours["separation"]) < 0 < float(ours["separation_gap"])
+    *_, plain, tune = records(run / "results.csv")
+    assert (tune["memory"], tune["bank"]) == ("tune", "5")
+    assert tune["test_mse"] != plain["test_mse"]
+    assert float(tune["separation"]) < 0 < float(tune["separation_gap"])
     (_, before), (_, after) = state_of(run), state_of(tuned)
     jax.tree.map(
         np.testing.assert_array_equal, before["rest"], after["rest"].pop("backbone")
@@ -216,7 +216,7 @@ def test_external_memories(path, tmp_path, capsys):
     np.testing.assert_array_equal(stored[:, 0], splits.train.rows[:12].T)
     np.testing.assert_array_equal(stored[:, -1], splits.train.rows[-16:-4].T)
 
-    # Another memory, on what is finished.
+    # Another memory on the finished run.
     times = [(d / "metrics.csv").stat().st_mtime_ns for d in (run, tuned)]
     train_and_evaluate(tiny(path, external_memory="plug", **changes), run)
     *_, plain, plug = records(run / "results.csv")
@@ -226,7 +226,7 @@ def test_external_memories(path, tmp_path, capsys):
     for name in ("test.csv", "predictions.csv"):
         assert (run / name).read_text() != (run / f"plug_{name}").read_text()
     train_and_evaluate(tiny(path, external_memory="tune", **changes), run)
-    assert records(run / "results.csv")[-1] == ours
+    assert records(run / "results.csv")[-1] == tune
     assert (tuned / "metrics.csv").stat().st_mtime_ns == times[1]
     with pytest.raises(ValueError, match="config.cell.bank=5, this one has 6"):
         train_and_evaluate(
@@ -236,8 +236,8 @@ def test_external_memories(path, tmp_path, capsys):
 
 @pytest.mark.slow  # four runs; `test_train_script.py` interrupts the same loop
 @pytest.mark.parametrize("arm", ["MHM", "GSH"])
-def test_a_study_goes_on_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm):
-    """Interrupted within its second horizon, it ends as one that was not."""
+def test_a_study_continues_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm):
+    """A study interrupted in its second horizon ends like an uninterrupted study."""
     changes = {"arms": (arm,), "train.checkpoint_seconds": 0.0}
     two = tiny(path, horizon=(4, 6), **changes)
     advance, steps = Trainer.advance, []
@@ -276,7 +276,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0][:10])
-def test_files_of_like_names_have_runs_of_their_own(tmp_path, names):
+def test_files_of_similar_names_have_separate_runs(tmp_path, names):
     study = Forecasting(tiny(",".join(names), seeds=(0, 1)), tmp_path)
     places = [str(study.directory(cell)).lower() for cell in study.cells()]
     assert len(set(places)) == len(places) == 4
@@ -315,13 +315,13 @@ def test_each_file_gets_its_own_score(tmp_path, monkeypatch):
     names = [str(tmp_path / name / "data.csv") for name in "xy"]
     train_and_evaluate(tiny(",".join(names), arms=("MHM",)), tmp_path / "run")
     assert len(set(trained)) == 2
-    found = records(tmp_path / "run" / "results.csv")
-    assert [(r["data"], r["rows"]) for r in found] == list(
+    scores = records(tmp_path / "run" / "results.csv")
+    assert [(r["data"], r["rows"]) for r in scores] == list(
         zip(names, ["70", "98"], strict=True)
     )
 
 
-def test_numbers_of_the_paper_are_beside_ours():
+def test_the_table_shows_the_numbers_of_the_paper():
     config = config_of("time_series", "table")
     study = Forecasting(config)
     assert len(study.cells()) == 3 * 4 * 4 * 3
@@ -337,7 +337,7 @@ def test_numbers_of_the_paper_are_beside_ours():
 
 
 def test_several_windows(path):
-    """Each is a run; the table marks what validation chooses, the figure shows all."""
+    """Each window is a run; the table marks the choice of validation."""
     study = Forecasting(tiny(path, window=(8, 12), horizon=(4, 6), seeds=(0, 1)))
     cells = study.cells()
     assert len({cell.title for cell in cells}) == 8
@@ -345,7 +345,7 @@ def test_several_windows(path):
     sizes = {(c.horizon, study._loaded(*c[:3])[1].test.size) for c in cells}
     assert len(sizes) == 2  # the number of targets depends on the horizon alone
     rows = []
-    for cell in cells:  # the one with the higher test error is chosen
+    for cell in cells:  # validation chooses the window with the higher test error
         chosen = cell.window == (8 if cell.horizon == 4 else 12)
         row = study._record(cell) | {"parameters": 9, "test_mae": 1.0}
         row |= {
@@ -438,7 +438,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("changes, message", WRONG)
-def test_wrong_configs_say_why_and_write_nothing(path, tmp_path, changes, message):
+def test_wrong_configs_are_refused_and_write_nothing(path, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         train_and_evaluate(tiny(path, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -42,14 +42,14 @@ def number_of_parameters(model):
     return sum(x.size for x in jax.tree.leaves(nnx.state(model)))
 
 
-# Against what it must equal -----------------------------------------------------------
+# Equality with attention and with the functional core ---------------------------------
 
 
 @pytest.mark.parametrize(
     "options", [{}, dict(separation="entmax"), dict(steps=3)], ids=repr
 )
 def test_any_inverse_temperature(options):
-    """From one on the layer looks its nearest memory up, and nothing overflows."""
+    """At a high beta the layer returns the nearest memory, and nothing overflows."""
 
     def loss(association):
         return association(STATE, MEMORIES).sum()
@@ -64,91 +64,95 @@ def test_any_inverse_temperature(options):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_softmax_and_direct_values_equal_attention(bias):
-    theirs = nnx.MultiHeadAttention(
+    attention = nnx.MultiHeadAttention(
         H, D, decode=False, use_bias=bias, rngs=nnx.Rngs(3), keep_rngs=False
     )
-    ours = HopfieldAttention(H, D, use_bias=bias, rngs=nnx.Rngs(4))
+    hopfield = HopfieldAttention(H, D, use_bias=bias, rngs=nnx.Rngs(4))
     for name in ("query", "key", "value", "out"):
-        weights = getattr(theirs, name).kernel[...]
-        getattr(ours.association, name).kernel[...] = weights
-        if bias:  # not zero, as they start
-            value = patterns(*getattr(theirs, name).bias.shape, seed=9)
-            getattr(theirs, name).bias[...] = value
-            getattr(ours.association, name).bias[...] = value
-    assert_close(ours(STATE, MEMORIES), theirs(STATE, MEMORIES))
-    assert_close(ours(STATE), theirs(STATE))
-    assert_close(ours(STATE, MEMORIES, -MEMORIES), theirs(STATE, MEMORIES, -MEMORIES))
+        weights = getattr(attention, name).kernel[...]
+        getattr(hopfield.association, name).kernel[...] = weights
+        if bias:  # biases start at zero
+            value = patterns(*getattr(attention, name).bias.shape, seed=9)
+            getattr(attention, name).bias[...] = value
+            getattr(hopfield.association, name).bias[...] = value
+    assert_close(hopfield(STATE, MEMORIES), attention(STATE, MEMORIES))
+    assert_close(hopfield(STATE), attention(STATE))
+    assert_close(
+        hopfield(STATE, MEMORIES, -MEMORIES), attention(STATE, MEMORIES, -MEMORIES)
+    )
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, (B, 1, L, S))
     mask = mask.at[..., 0].set(True)
-    assert_close(ours(STATE, MEMORIES, mask=mask), theirs(STATE, MEMORIES, mask=mask))
+    assert_close(
+        hopfield(STATE, MEMORIES, mask=mask), attention(STATE, MEMORIES, mask=mask)
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("separation", ["softmax", "softmax1", "entmax", "polynomial"])
 def test_values_of_few_states_are_means_of_values(separation, dropout):
-    """Few states project what they read, many the memories: the results agree."""
-    ours = layer(separation=separation, dropout=dropout, kernel=True)
-    ours.value.bias[...] = patterns(1, D, seed=9)
+    """Few states project the mean they read, many project the memories; both agree."""
+    hopfield = layer(separation=separation, dropout=dropout, kernel=True)
+    hopfield.value.bias[...] = patterns(1, D, seed=9)
     mask = jnp.asarray(np.arange(S) < np.asarray([[S], [3], [0]]))
     state, key = STATE[:, :1], jax.random.key(5)
-    weights = ours.associate(state, MEMORIES, mask=mask).weights
-    values = ours.value(ours.key(MEMORIES))
+    weights = hopfield.associate(state, MEMORIES, mask=mask).weights
+    values = hopfield.value(hopfield.key(MEMORIES))
     mean = jnp.einsum("bhls,bshv->blhv", dropped(weights, dropout, key), values)
-    found = ours(state, MEMORIES, mask=mask, key=key)
-    assert_close(found, ours.out(mean))
+    result = hopfield(state, MEMORIES, mask=mask, key=key)
+    assert_close(result, hopfield.out(mean))
     many = jnp.broadcast_to(state, (B, S, D))
-    together = ours(many, MEMORIES, mask=mask)
-    assert_close(ours(state, MEMORIES, mask=mask), together[:, :1])
+    together = hopfield(many, MEMORIES, mask=mask)
+    assert_close(hopfield(state, MEMORIES, mask=mask), together[:, :1])
 
     def loss(model, state):
         return jnp.sin(model(state, MEMORIES, mask=mask)[:, :1]).sum()
 
-    slopes = [jax.jit(nnx.grad(loss))(ours, x) for x in (state, many)]
+    slopes = [jax.jit(nnx.grad(loss))(hopfield, x) for x in (state, many)]
     for one, other in zip(*map(jax.tree.leaves, slopes), strict=True):
         assert_close(one, other, scale=10)
 
 
 def attentions(**options):
-    """Flax's layer and ours, with the same weights."""
-    theirs = nnx.MultiHeadAttention(
+    """Flax's attention and the Hopfield attention, with the same weights."""
+    attention = nnx.MultiHeadAttention(
         H, D, decode=False, keep_rngs=False, rngs=nnx.Rngs(3), **options
     )
-    ours = HopfieldAttention(
+    hopfield = HopfieldAttention(
         H, D, decode=False, keep_rngs=False, rngs=nnx.Rngs(3), **options
     )
-    return theirs, ours
+    return attention, hopfield
 
 
-def test_start_values_are_those_of_attention():
-    theirs, ours = attentions(
+def test_start_values_equal_the_start_values_of_attention():
+    attention, hopfield = attentions(
         kernel_init=nnx.initializers.normal(), bias_init=nnx.initializers.ones
     )
-    assert_close(ours(STATE, MEMORIES), theirs(STATE, MEMORIES))
+    assert_close(hopfield(STATE, MEMORIES), attention(STATE, MEMORIES))
 
 
 @pytest.mark.parametrize("shape", [(L, S), (H, L, S), (B, 1, 1, S), (1, 1, L, S)])
 @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int8])
 def test_masks_of_attention(shape, dtype):
-    theirs, ours = attentions()
+    attention, hopfield = attentions()
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, shape).at[..., 0].set(True)
-    found = ours(STATE, MEMORIES, mask=mask.astype(dtype))
-    assert_close(found, theirs(STATE, MEMORIES, mask=mask))
+    result = hopfield(STATE, MEMORIES, mask=mask.astype(dtype))
+    assert_close(result, attention(STATE, MEMORIES, mask=mask))
 
 
 def test_causal_attention():
-    theirs, ours = attentions()
-    found = ours(STATE, is_causal=True)
+    attention, hopfield = attentions()
+    result = hopfield(STATE, is_causal=True)
     mask = nnx.make_causal_mask(STATE[..., 0])
-    assert_close(found, theirs(STATE, mask=mask.astype(bool)))
-    np.testing.assert_array_equal(ours(STATE, mask=mask), found)
+    assert_close(result, attention(STATE, mask=mask.astype(bool)))
+    np.testing.assert_array_equal(hopfield(STATE, mask=mask), result)
     padding = jnp.ones((B, 1, 1, L), bool).at[1, ..., 3].set(False)
-    wanted = theirs(STATE, mask=mask.astype(bool) & padding)
-    assert_close(ours(STATE, mask=padding, is_causal=True), wanted)
+    expected = attention(STATE, mask=mask.astype(bool) & padding)
+    assert_close(hopfield(STATE, mask=padding, is_causal=True), expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.uint8], ids=str)
 def test_a_traced_mask_of_other_numbers_gives_nan(dtype):
-    """Never what the mask forbids: a float mask may mean what is added to overlaps."""
+    """No forbidden memory shows: a float mask may mean a term added to overlaps."""
     attention = HopfieldAttention(1, 2, use_bias=False, rngs=nnx.Rngs(0))
     eye = jnp.eye(2)
     for module in ("query", "key", "value", "out"):
@@ -172,18 +176,18 @@ def test_a_traced_mask_of_other_numbers_gives_nan(dtype):
 
 
 def test_attention_sows_its_weights():
-    theirs, ours = attentions()
+    attention, hopfield = attentions()
     sown = []
-    for model in (theirs, ours):
+    for model in (attention, hopfield):
         if hasattr(nnx, "capture"):
             call = nnx.capture(model, nnx.Intermediate)
             _, state = call(STATE, MEMORIES, sow_weights=True)
-        else:  # an older Flax leaves them in the module
+        else:  # an older Flax leaves the weights in the module
             model(STATE, MEMORIES, sow_weights=True)
             state = nnx.pop(model, nnx.Intermediate)
         sown.append(jax.tree.leaves(state["attention_weights"]))
-    (wanted,), (found,) = sown
-    assert_close(found, wanted)
+    (expected,), (result,) = sown
+    assert_close(result, expected)
 
 
 @pytest.mark.parametrize("separation", ["softmax", "sparsemax"])
@@ -192,27 +196,29 @@ def test_static_layers_equal_the_core_bit_for_bit(separation, steps):
     static = layer(static=True, separation=separation, steps=steps, beta=0.7)
     core = uhop.separation_from_name(separation)
     for memories in (MEMORIES, MEMORIES[0]):
-        found = static.associate(STATE, memories)
-        wanted = uhop.retrieve(memories, STATE, beta=0.7, separation=core, steps=steps)
-        np.testing.assert_array_equal(found.output, wanted.state)
-        np.testing.assert_array_equal(found.weights, wanted.weights)
+        result = static.associate(STATE, memories)
+        expected = uhop.retrieve(
+            memories, STATE, beta=0.7, separation=core, steps=steps
+        )
+        np.testing.assert_array_equal(result.output, expected.state)
+        np.testing.assert_array_equal(result.weights, expected.weights)
 
 
 def test_until_convergence_equals_the_core():
     static = layer(static=True, steps=None, beta=0.5)
-    found = static.associate(STATE, MEMORIES)
-    wanted = uhop.converge(MEMORIES, STATE, beta=0.5, max_steps=64)
-    np.testing.assert_array_equal(found.output, wanted.pattern)
-    np.testing.assert_array_equal(found.energy, wanted.energy)
-    np.testing.assert_array_equal(found.steps, wanted.steps)
-    assert bool(found.converged.all())
+    result = static.associate(STATE, MEMORIES)
+    expected = uhop.converge(MEMORIES, STATE, beta=0.5, max_steps=64)
+    np.testing.assert_array_equal(result.output, expected.pattern)
+    np.testing.assert_array_equal(result.energy, expected.energy)
+    np.testing.assert_array_equal(result.steps, expected.steps)
+    assert bool(result.converged.all())
 
 
-def test_the_energy_is_that_of_the_retrieved_state():
+def test_the_energy_is_the_energy_of_the_retrieved_state():
     static = layer(static=True, steps=2, beta=0.5)
-    found = static.associate(STATE, MEMORIES)
-    wanted = uhop.energy(MEMORIES, found.output, beta=0.5)
-    assert_close(found.energy, wanted)
+    result = static.associate(STATE, MEMORIES)
+    expected = uhop.energy(MEMORIES, result.output, beta=0.5)
+    assert_close(result.energy, expected)
     assert layer(separation="polynomial").associate(STATE).energy is None
 
 
@@ -232,7 +238,7 @@ def test_equals_the_equation_of_the_paper(values):
     }
     phi = np.asarray(kernel.weights[...], np.float64)
     R, Y = np.asarray(STATE[0], np.float64), np.asarray(MEMORIES[0], np.float64)
-    wanted = 0.0
+    expected = 0.0
     for h in range(H):
         q, k = R @ phi @ weights["query"][:, h], Y @ phi @ weights["key"][:, h]
         z = q @ k.T / np.sqrt(D // H)
@@ -243,8 +249,8 @@ def test_equals_the_equation_of_the_paper(values):
         else:
             raw = np.einsum("sd,dhe->she", Y, weights["key"])
             v = np.einsum("she,hev->sv", raw, weights["value"][:, :, h])
-        wanted = wanted + p @ v @ weights["out"][h]
-    assert_close(model(STATE[0], MEMORIES[0]), wanted, scale=3)
+        expected = expected + p @ v @ weights["out"][h]
+    assert_close(model(STATE[0], MEMORIES[0]), expected, scale=3)
 
 
 # Options (UC-27) ----------------------------------------------------------------------
@@ -305,29 +311,29 @@ def test_every_option_does_something(name):
         assert abs(losses[0].loss - losses[1].loss) > 1e-3
         return
     key = jax.random.key(0)
-    found = [m.associate(3 * STATE, 3 * MEMORIES, key=key) for m in (plain, changed)]
-    if found[0].output.shape != found[1].output.shape:
+    results = [m.associate(3 * STATE, 3 * MEMORIES, key=key) for m in (plain, changed)]
+    if results[0].output.shape != results[1].output.shape:
         return
-    differ = found[0].weights.shape != found[1].weights.shape
-    differ |= found[0].output.dtype != found[1].output.dtype
-    differ |= bool((found[0].steps != found[1].steps).any()) and name == "max_steps"
-    assert differ or float(abs(found[0].output - found[1].output).max()) > 1e-3
+    differ = results[0].weights.shape != results[1].weights.shape
+    differ |= results[0].output.dtype != results[1].output.dtype
+    differ |= bool((results[0].steps != results[1].steps).any()) and name == "max_steps"
+    assert differ or float(abs(results[0].output - results[1].output).max()) > 1e-3
 
 
 def test_one_normalisation_without_the_others():  # UC-28
     flags = [name for name in OPTIONS if name.startswith("normalize")]
     for off in flags:
         options = {name: name != off for name in flags}
-        found = layer(values="direct", **options)(STATE, MEMORIES)
-        assert bool(jnp.isfinite(found).all())
+        result = layer(values="direct", **options)(STATE, MEMORIES)
+        assert bool(jnp.isfinite(result).all())
 
 
 @pytest.mark.parametrize("beta", [None, 1, 1.0, np.float32(1), np.full(1, 1.0)])
 def test_types_of_beta(beta):  # UC-28
-    found = layer(beta=beta)(STATE, MEMORIES)
-    wanted = layer(beta=D**-0.5 if beta is None else 1.0)(STATE, MEMORIES)
-    np.testing.assert_array_equal(found, wanted)
-    assert float(abs(found - layer(beta=2.0)(STATE, MEMORIES)).max()) > 1e-3
+    result = layer(beta=beta)(STATE, MEMORIES)
+    expected = layer(beta=D**-0.5 if beta is None else 1.0)(STATE, MEMORIES)
+    np.testing.assert_array_equal(result, expected)
+    assert float(abs(result - layer(beta=2.0)(STATE, MEMORIES)).max()) > 1e-3
 
 
 def test_the_default_beta():  # UC-28: scores 1, 2, 3 in a head of 4
@@ -341,13 +347,13 @@ def test_the_default_beta():  # UC-28: scores 1, 2, 3 in a head of 4
 def test_heads_with_their_own_alpha_and_beta():
     alpha, beta = np.asarray([1.0, 1.3, 1.5, 2.0]), np.asarray([0.1, 0.5, 1.0, 3.0])
     together = layer(num_heads=H, separation=uhop.Entmax(alpha), beta=beta)
-    found = together.associate(STATE, MEMORIES).weights
+    result = together.associate(STATE, MEMORIES).weights
     for h in range(H):
         single = layer(
             num_heads=H, separation=uhop.Entmax(float(alpha[h])), beta=float(beta[h])
         )
-        wanted = single.associate(STATE, MEMORIES).weights
-        assert_close(found[:, h], wanted[:, h])
+        expected = single.associate(STATE, MEMORIES).weights
+        assert_close(result[:, h], expected[:, h])
 
 
 @pytest.mark.parametrize("shape", [(), (H,)])
@@ -386,24 +392,24 @@ def test_an_empty_bag_leaves_the_others_alone(separation, steps):
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def slopes(state, bags, mask, states):
-        found = nnx.merge(graphdef, state)(states, bags, mask=mask)
-        return (found[0] ** 2).sum(), found
+        result = nnx.merge(graphdef, state)(states, bags, mask=mask)
+        return (result[0] ** 2).sum(), result
 
-    slope, found = slopes(state, bags, mask, STATE[:2])
-    alone, wanted = slopes(state, bags[:1], mask[:1], STATE[:1])
-    assert_close(found[0], wanted[0])
-    for ours, theirs in zip(
+    slope, result = slopes(state, bags, mask, STATE[:2])
+    alone, expected = slopes(state, bags[:1], mask[:1], STATE[:1])
+    assert_close(result[0], expected[0])
+    for leaf, expected_leaf in zip(
         jax.tree.leaves(slope), jax.tree.leaves(alone), strict=True
     ):
-        assert bool(jnp.isfinite(ours).all())
-        assert_close(ours, theirs, scale=20)
-    assert_close(found[1], jnp.broadcast_to(model.out.bias[...], (L, D)))
+        assert bool(jnp.isfinite(leaf).all())
+        assert_close(leaf, expected_leaf, scale=20)
+    assert_close(result[1], jnp.broadcast_to(model.out.bias[...], (L, D)))
 
 
 @pytest.mark.parametrize("name", ["mask", "association_mask"])
 @pytest.mark.parametrize("memories", ["batch", "shared"])
 @pytest.mark.parametrize("values", ["keys", "direct"])
-def test_what_no_state_may_see_never_shows(name, memories, values):
+def test_memories_hidden_from_all_states_never_show(name, memories, values):
     model = layer(num_heads=H, values=values, dropout=0.5)
     seen = jnp.arange(S) != 2
     masks = {name: seen if name == "mask" else jnp.broadcast_to(seen, (L, S))}
@@ -415,13 +421,15 @@ def test_what_no_state_may_see_never_shows(name, memories, values):
     def slopes(state, stored, dropout):
         key = jax.random.key(0) if dropout else None
         model = nnx.merge(graphdef, state)
-        found = model(STATE, stored, key=key, **masks)
-        return (found**2).sum(), found
+        output = model(STATE, stored, key=key, **masks)
+        return (output**2).sum(), output
 
     for dropout in (False, True):
-        ours = slopes(state, stored.at[..., 2, :].set(jnp.nan), dropout)
-        wanted = slopes(state, stored.at[..., 2, :].set(0), dropout)
-        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        result = slopes(state, stored.at[..., 2, :].set(jnp.nan), dropout)
+        expected = slopes(state, stored.at[..., 2, :].set(0), dropout)
+        for x, y in zip(
+            jax.tree.leaves(result), jax.tree.leaves(expected), strict=True
+        ):
             np.testing.assert_array_equal(x, y)
 
 
@@ -431,17 +439,17 @@ def test_dropout_keeps_nan_from_states_that_may_not_see_it():
     causal = jnp.tril(jnp.ones((L, L), bool))
     key = jax.random.key(0)
     run = jax.jit(lambda y: model(STATE, y, association_mask=causal, key=key))
-    found, wanted = run(memories), run(STATE)
-    assert_close(found[:, :-1], wanted[:, :-1])
-    assert bool(jnp.isnan(found[:, -1]).all())
+    result, expected = run(memories), run(STATE)
+    assert_close(result[:, :-1], expected[:, :-1])
+    assert bool(jnp.isnan(result[:, -1]).all())
 
 
 def test_exactly_one_memory_allowed():
     model = layer(static=True)
     mask = jnp.zeros((B, S), bool).at[jnp.arange(B), jnp.asarray([0, 3, 6])].set(True)
-    found = model(STATE, MEMORIES, mask=mask)
+    result = model(STATE, MEMORIES, mask=mask)
     for b, s in enumerate((0, 3, 6)):
-        assert_close(found[b], jnp.broadcast_to(MEMORIES[b, s], (L, D)))
+        assert_close(result[b], jnp.broadcast_to(MEMORIES[b, s], (L, D)))
 
 
 @pytest.mark.parametrize("memories", ["batch", "shared"])
@@ -450,18 +458,18 @@ def test_masked_memories_equal_their_absence(memories):
     stored = MEMORIES if memories == "batch" else MEMORIES[0]
     kept = jnp.asarray([0, 2, 5])
     mask = jnp.zeros(S, bool).at[kept].set(True)
-    wanted = model(STATE, stored[..., kept, :])
-    assert_close(model(STATE, stored, mask=mask), wanted)
+    expected = model(STATE, stored[..., kept, :])
+    assert_close(model(STATE, stored, mask=mask), expected)
     full = jnp.broadcast_to(mask, (B, S))
-    assert_close(model(STATE, stored, mask=full), wanted)
+    assert_close(model(STATE, stored, mask=full), expected)
     pairs = jnp.broadcast_to(mask, (L, S))
     for shape in ((L, S), (B, L, S), (B, 1, L, S), (B, H, L, S)):
         seen = jnp.broadcast_to(pairs, shape)
-        assert_close(model(STATE, stored, association_mask=seen), wanted)
-    assert_close(model(STATE, stored, mask=mask, association_mask=pairs), wanted)
+        assert_close(model(STATE, stored, association_mask=seen), expected)
+    assert_close(model(STATE, stored, mask=mask, association_mask=pairs), expected)
 
 
-def test_heads_see_what_their_mask_shows():
+def test_heads_see_the_memories_of_their_mask():
     model = layer(num_heads=H)
     seen = jax.random.bernoulli(jax.random.key(4), 0.5, (B, H, L, S))
     seen = seen.at[..., 2].set(True)
@@ -525,16 +533,16 @@ def test_pooling_is_association_with_learned_states():
     pool = HopfieldPooling(D, 3, num_heads=H, rngs=nnx.Rngs(0))
     mask = jnp.arange(S) < 4
     states = jnp.broadcast_to(pool.state[...], (B, 3, D))
-    wanted = pool.association(states, MEMORIES, mask=mask)
-    assert_close(pool(MEMORIES, mask=mask), wanted)
+    expected = pool.association(states, MEMORIES, mask=mask)
+    assert_close(pool(MEMORIES, mask=mask), expected)
 
 
 def test_lookup_reads_out_learned_values():
     model = HopfieldLayer(
         D, 9, values="direct", value_size=5, learn_values=True, rngs=nnx.Rngs(0)
     )
-    wanted = model.association(STATE, model.memories[...], model.targets[...])
-    assert_close(model(STATE), wanted)
+    expected = model.association(STATE, model.memories[...], model.targets[...])
+    assert_close(model(STATE), expected)
     with pytest.raises(ValueError, match="learn_values needs values='direct'"):
         HopfieldLayer(D, 9, learn_values=True, rngs=nnx.Rngs(0))
 
@@ -543,11 +551,11 @@ def test_shared_memories_equal_tiled_ones():
     for options in ({"num_heads": H}, {"static": True}, {"steps": None}):
         model = layer(**options)
         tiled = jnp.broadcast_to(MEMORIES[0], (B, S, D))
-        found = model.associate(STATE, MEMORIES[0])
-        wanted = model.associate(STATE, tiled)
-        assert_close(found.output, wanted.output)
-        assert_close(found.weights, wanted.weights)
-        assert_close(model(STATE, MEMORIES[:1]), wanted.output)
+        result = model.associate(STATE, MEMORIES[0])
+        expected = model.associate(STATE, tiled)
+        assert_close(result.output, expected.output)
+        assert_close(result.weights, expected.weights)
+        assert_close(model(STATE, MEMORIES[:1]), expected.output)
 
 
 # Dropout and weights (UC-29, UC-30) ---------------------------------------------------
@@ -563,17 +571,17 @@ def test_dropout():
     assert float(abs(one - model(STATE, MEMORIES, key=jax.random.key(1))).max()) > 1e-3
     details = model.associate(STATE, MEMORIES, key=key)
     np.testing.assert_array_equal(details.output, one)
-    wanted = model.associate(STATE, MEMORIES).weights
-    np.testing.assert_array_equal(details.weights, wanted)
-    assert_close(wanted.sum(-1), jnp.ones((B, H, L)))
+    expected = model.associate(STATE, MEMORIES).weights
+    np.testing.assert_array_equal(details.weights, expected)
+    assert_close(expected.sum(-1), jnp.ones((B, H, L)))
 
 
 def test_dropout_differs_between_heads_and_rows():
-    """Constant values, equal weights: what is read out counts the weights kept."""
+    """With constant values and equal weights the output counts the kept weights."""
     model = layer(num_heads=H, dropout=0.5, project_out=False, values="direct")
     ones = jnp.ones((B, 64, D), jnp.float32)
-    found = model(ones[:, :L], ones, key=jax.random.key(0)).reshape(B, L, H, -1)
-    kept = np.asarray(found[..., 0])
+    result = model(ones[:, :L], ones, key=jax.random.key(0)).reshape(B, L, H, -1)
+    kept = np.asarray(result[..., 0])
     counts = (kept / kept.mean((0, 1))).round(4)
     assert len(np.unique(counts.transpose(0, 2, 1).reshape(B * H, L), axis=0)) == B * H
     masks = np.asarray(dropped(jnp.ones((B, H, L, 64)), 0.5, jax.random.key(0))) == 0
@@ -590,12 +598,12 @@ def test_dropout_rates(untyped, rate):
 
 
 def test_the_highest_rate_of_dropout():
-    found = dropped(STATE, 1 - 2**-53, jax.random.key(0))
-    assert not found.any()
+    result = dropped(STATE, 1 - 2**-53, jax.random.key(0))
+    assert not result.any()
 
 
 @pytest.mark.parametrize("key", [0, np.zeros(2), nnx.Rngs(0), jnp.zeros(3, jnp.int32)])
-def test_keys_that_are_none(untyped, key):
+def test_wrong_random_keys(untyped, key):
     for call in (lambda: dropped(STATE, 0.5, key), lambda: layer()(STATE, key=key)):
         with pytest.raises(ValueError, match="key must be a JAX random key"):
             call()
@@ -607,17 +615,17 @@ def test_a_replacement_for_attention_asks_for_rngs():
         model(STATE)
     with_key = model(STATE, rngs=jax.random.key(0))
     assert float(abs(with_key - model(STATE, deterministic=True)).max()) > 1e-3
-    found = model(STATE, rngs=nnx.Rngs(dropout=0))
+    result = model(STATE, rngs=nnx.Rngs(dropout=0))
     stream = nnx.Rngs(dropout=0).dropout
-    np.testing.assert_array_equal(model(STATE, rngs=stream), found)
-    assert float(abs(model(STATE, rngs=stream) - found).max()) > 1e-3
-    wanted = model(STATE, deterministic=True)
+    np.testing.assert_array_equal(model(STATE, rngs=stream), result)
+    assert float(abs(model(STATE, rngs=stream) - result).max()) > 1e-3
+    expected = model(STATE, deterministic=True)
     if hasattr(nnx, "view"):  # not in an older Flax
         np.testing.assert_array_equal(
-            nnx.view(model, deterministic=True)(STATE), wanted
+            nnx.view(model, deterministic=True)(STATE), expected
         )
     model.eval()
-    np.testing.assert_array_equal(model(STATE), wanted)
+    np.testing.assert_array_equal(model(STATE), expected)
 
 
 WRONG_ATTENTION = [
@@ -641,7 +649,7 @@ WRONG_ATTENTION = [
 
 
 @pytest.mark.parametrize("options, call, message", WRONG_ATTENTION)
-def test_attention_names_what_is_wrong(untyped, options, call, message):
+def test_attention_names_wrong_arguments(untyped, options, call, message):
     with pytest.raises(ValueError, match=message):
         sizes = {"num_heads": H, "in_features": D} | options
         HopfieldAttention(**sizes, rngs=nnx.Rngs(0))(**{"inputs_q": STATE} | call)
@@ -668,8 +676,8 @@ def test_separation_losses_move_the_kernel_alone():
     before = nnx.to_pure_dict(nnx.state(model))
     losses, gaps = separation_losses(model, STATE)
     features = [STATE, model.first(STATE)]
-    wanted = [uhop.separation_loss(f).mean() for f in features]
-    assert_close(losses, jnp.stack(wanted))
+    expected = [uhop.separation_loss(f).mean() for f in features]
+    assert_close(losses, jnp.stack(expected))
     number, size = STATE.shape[-2:]
     least = uhop.losses.least_separation_loss(number, size)
     assert_close(gaps, losses - float(least))
@@ -694,16 +702,16 @@ def test_separation_losses_move_the_kernel_alone():
 @pytest.mark.parametrize(
     "options", [{}, {"kernel": True, "separation": "sparsemax"}, {"steps": None}]
 )
-def test_a_batch_of_nothing(options):
+def test_an_empty_batch(options):
     association = layer(8, num_heads=2, **options)
     nothing = jnp.zeros((0, 3, 8), jnp.float32)
     assert association(nothing).shape == (0, 3, 8)
     mask = jnp.ones((0, 5), bool)
-    found = association(nothing, jnp.zeros((0, 5, 8), jnp.float32), mask=mask)
-    assert found.shape == (0, 3, 8)
+    result = association(nothing, jnp.zeros((0, 5, 8), jnp.float32), mask=mask)
+    assert result.shape == (0, 3, 8)
 
 
-def test_a_bag_of_nothing_is_named_by_the_shape_that_was_given(untyped):
+def test_an_empty_bag_is_named_by_its_shape(untyped):
     bags, empty = patterns(2, 3, 8), jnp.zeros((2, 0, 8), jnp.float32)
     options = {"num_heads": 2, "rngs": nnx.Rngs(0)}
     for call in (
@@ -714,8 +722,8 @@ def test_a_bag_of_nothing_is_named_by_the_shape_that_was_given(untyped):
     ):
         with pytest.raises(ValueError, match=r"at least one pattern.*\(2, 0, 8\)"):
             call()
-    found = layer(8, num_heads=2, zero_memory=True).associate(bags, empty)
-    assert found.output.shape == (2, 3, 8) and found.weights.shape == (2, 2, 3, 1)
+    result = layer(8, num_heads=2, zero_memory=True).associate(bags, empty)
+    assert result.output.shape == (2, 3, 8) and result.weights.shape == (2, 2, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -804,11 +812,11 @@ def test_separation_losses_of_layers_in_a_loop_or_a_map():
     for together in (Scanned(), Mapped()):
         scanned = not isinstance(together, Mapped)
         apart = Listed(together.layers, scanned)
-        found, wanted = (separation_losses(m, x) for m in (together, apart))
-        assert found.loss.shape == (3,)
-        jax.tree.map(assert_close, found, wanted)
+        result, expected = (separation_losses(m, x) for m in (together, apart))
+        assert result.loss.shape == (3,)
+        jax.tree.map(assert_close, result, expected)
         if scanned:
-            assert_close(found.loss, [-3.67165, -3.09467, -2.41936], floor=1e-4)
+            assert_close(result.loss, [-3.67165, -3.09467, -2.41936], floor=1e-4)
         slopes = [
             nnx.grad(lambda model: separation_losses(model, x).loss.sum())(model)
             for model in (together, apart)
@@ -828,13 +836,13 @@ def test_separation_losses_of_layers_in_a_loop_or_a_map():
 def test_separation_losses_leave_masked_memories_out():
     model = layer(kernel=True)
     mask = jnp.arange(S) < 4
-    found = separation_losses(model, STATE, MEMORIES, mask=mask)
-    wanted = separation_losses(model, STATE, MEMORIES[:, :4])
-    assert_close(found.loss, wanted.loss)
-    assert_close(found.gap, wanted.gap)
+    result = separation_losses(model, STATE, MEMORIES, mask=mask)
+    expected = separation_losses(model, STATE, MEMORIES[:, :4])
+    assert_close(result.loss, expected.loss)
+    assert_close(result.gap, expected.gap)
     pairs = jnp.broadcast_to(mask, (L, S))
     hidden = separation_losses(model, STATE, MEMORIES, association_mask=pairs)
-    assert_close(hidden.loss, wanted.loss)
+    assert_close(hidden.loss, expected.loss)
     bags = jnp.broadcast_to(mask, (B, S))
     shared = separation_losses(model, STATE, MEMORIES[0], mask=bags)
     assert_close(shared.loss, separation_losses(model, STATE, MEMORIES[0, :4]).loss)
@@ -893,14 +901,14 @@ def test_separation_losses_of_stacked_layers():  # C2-02
         graphdef, state = nnx.split(kind(layers))
 
         def total(state):
-            found = separation_losses(nnx.merge(graphdef, state), x)
-            return found.loss.sum(), found
+            result = separation_losses(nnx.merge(graphdef, state), x)
+            return result.loss.sum(), result
 
-        slope, found = jax.jit(jax.grad(total, has_aux=True))(state)
+        slope, result = jax.jit(jax.grad(total, has_aux=True))(state)
         slope = nnx.to_pure_dict(slope)["layers"]
         if kind is Listed:
             slope = jax.tree.map(lambda *x: jnp.stack(x), *slope.values())
-        return found, slope["kernel"]["weights"]
+        return result, slope["kernel"]["weights"]
 
     scanned, slope = losses(Scanned)
     assert_close(scanned.loss, [-3.67165, -3.09467, -2.41936], floor=1e-5)
@@ -913,7 +921,7 @@ def test_separation_losses_of_stacked_layers():  # C2-02
     assert_close(mapped.loss[0], scanned.loss[0])
 
 
-def test_separation_losses_leave_the_model_as_it_is():
+def test_separation_losses_leave_the_model_unchanged():
     class Random(nnx.Module):
         def __init__(self, rngs):
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
@@ -924,9 +932,9 @@ def test_separation_losses_leave_the_model_as_it_is():
 
     model = Random(nnx.Rngs(0))
     before = nnx.to_pure_dict(nnx.state(model))
-    wanted = separation_losses(model, STATE)
+    expected = separation_losses(model, STATE)
     closed = jax.jit(lambda x: separation_losses(model, x))(STATE)
-    assert_close(closed.loss, wanted.loss)
+    assert_close(closed.loss, expected.loss)
     slope = jax.grad(lambda x: separation_losses(model, x, through=True).loss.sum())
     assert float(abs(slope(STATE)).max()) > 0
     after = nnx.to_pure_dict(nnx.state(model))
@@ -961,7 +969,7 @@ def test_stage_one_may_move_every_parameter_of_a_kernel():
 
     model = layer(kernel=Tied())
     _, kernels, _ = nnx.split(model, KernelParam, ...)
-    assert len(jax.tree.leaves(kernels)) == 1  # in two places, still one
+    assert len(jax.tree.leaves(kernels)) == 1  # one kernel in two places
     assert model.kernel.first.get_metadata()["mark"] == 1
 
     class Hidden(Tied):
@@ -1035,19 +1043,19 @@ def test_wrong_calls(untyped, arguments, message):
 def test_dtypes(dtype):
     model = layer(num_heads=H, kernel=True, steps=2, param_dtype=dtype)
     state, memories = STATE.astype(dtype), MEMORIES.astype(dtype)
-    found = model(state, memories)
-    assert found.dtype == dtype
+    result = model(state, memories)
+    assert result.dtype == dtype
     exact = layer(num_heads=H, kernel=True, steps=2, param_dtype=jnp.float64)
-    for ours, theirs in zip(
+    for leaf, other in zip(
         jax.tree.leaves(nnx.state(exact)),
         jax.tree.leaves(nnx.state(model)),
         strict=True,
     ):
-        assert ours.shape == theirs.shape
+        assert leaf.shape == other.shape
     exact_state = jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(model))
     nnx.update(exact, exact_state)
-    wanted = exact(state.astype(jnp.float64), memories.astype(jnp.float64))
-    assert_close(found, wanted, scale=5)
+    expected = exact(state.astype(jnp.float64), memories.astype(jnp.float64))
+    assert_close(result, expected, scale=5)
 
 
 def test_bfloat16_computation_keeps_float32_parameters():
@@ -1091,20 +1099,20 @@ def test_in_linen():
 
     model = Model()
     variables = model.init(jax.random.key(0), STATE)
-    found = jax.jit(model.apply)(variables, STATE)
-    assert found.shape == (B, L, 2)
+    result = jax.jit(model.apply)(variables, STATE)
+    assert result.shape == (B, L, 2)
     slope = jax.grad(lambda v: model.apply(v, STATE).sum())(variables)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(slope))
 
 
 def test_patterns_of_a_static_layer_are_normalised_in_the_features():
     kernel = LinearFeatures(D, 3, start="random", rngs=nnx.Rngs(3))
-    ours = layer(static=True, normalize_pattern=True, kernel=kernel, num_heads=1)
+    model = layer(static=True, normalize_pattern=True, kernel=kernel, num_heads=1)
     query, keys = (
         nnx.LayerNorm(3, rngs=nnx.Rngs(0))(kernel(x)) for x in (STATE, MEMORIES)
     )
     weights = jax.nn.softmax(D**-0.5 * jnp.einsum("bld,bsd->bls", query, keys))
-    assert_close(ours.associate(STATE, MEMORIES).weights, weights)
+    assert_close(model.associate(STATE, MEMORIES).weights, weights)
 
 
 # Options of the other layers (UC-27): a change, and what it needs besides.

@@ -1,4 +1,4 @@
-"""Claims about learning: what decides them, what stands beside, and curves."""
+"""Claims about learning: studies that decide, studies for comparison, curves."""
 
 import sys
 from pathlib import Path
@@ -40,16 +40,16 @@ def arms(**means):
     ("without", "verdict"),
     [(0.50, HOLDS), (0.53, PARTLY), (0.55, FAILS), (0.551, FAILS)],
 )
-def test_a_gain_is_stage_ones_if_it_goes_without_it(without, verdict):
+def test_a_gain_comes_from_stage_one_if_it_is_lost_without_stage_one(without, verdict):
     names = {"MHM": 0.5, RELEASED: 0.55, f"{RELEASED}, no Stage I": without}
-    found = learning_claims.work_of_stage_one({"cifar10_table": arms(**names)})
-    assert found.verdict == verdict and "over MHM +5.00 ± " in found.reference
+    judgement = learning_claims.work_of_stage_one({"cifar10_table": arms(**names)})
+    assert judgement.verdict == verdict and "over MHM +5.00 ± " in judgement.reference
     del names[f"{RELEASED}, no Stage I"]
     rows = arms(**names)
     assert learning_claims.work_of_stage_one({"x": rows}).verdict == UNTESTED
 
 
-def test_the_deep_loss_stands_beside_the_average_loss():
+def test_the_deep_loss_is_printed_for_comparison():
     names = {"MHM": 0.5, RELEASED: 0.55, f"{RELEASED}, no Stage I": 0.52}
     results = {"cifar10_table": arms(**names)}
     alone = learning_claims.work_of_stage_one(results)
@@ -65,21 +65,21 @@ def test_the_image_table_is_judged_by_the_released_model():
     judge = learning_claims.accuracy("cifar10", "Sparse MHM", 1)
     table = arms(**{"MHM": 0.51, RELEASED: 0.545})
     bilevel = arms(**{"MHM + U-Hop": 0.56})
-    found = judge({"cifar10_table": table, "cifar10_bilevel": bilevel})
-    assert found.verdict == HOLDS and "gain +5.00" in found.paper
-    assert found.paper.endswith(f"the logits by exactly 0: {NOT_AS_STATED}")
-    assert judge({"cifar10_table": table}) == found._replace(paper="-")
+    judgement = judge({"cifar10_table": table, "cifar10_bilevel": bilevel})
+    assert judgement.verdict == HOLDS and "gain +5.00" in judgement.paper
+    assert judgement.paper.endswith(f"the logits by exactly 0: {NOT_AS_STATED}")
+    assert judge({"cifar10_table": table}) == judgement._replace(paper="-")
     # Without the released model Algorithm 2 decides nothing where it cannot act.
     rows = {"cifar10_table": table[:3], "cifar10_bilevel": bilevel}
-    assert judge(rows).verdict == UNTESTED and judge(rows).paper == found.paper
+    assert judge(rows).verdict == UNTESTED and judge(rows).paper == judgement.paper
     tiny = learning_claims.accuracy("tiny_imagenet", "MHM", 1)
     assert tiny({"tiny20": table}).verdict == PARTLY  # 20 of its classes
     only = learning_claims.accuracy("cifar10", "MHM", 1)
     assert only({"cifar10_table": table[:3]}).verdict == UNTESTED
 
 
-def test_the_maximal_training_accuracy_is_that_of_the_last_epoch():
-    rows = arms(**{"MHM": 0.46, RELEASED: 0.55})  # and 0.99 at most, both
+def test_the_maximal_training_accuracy_is_taken_from_the_last_epoch():
+    rows = arms(**{"MHM": 0.46, RELEASED: 0.55})  # both have the maximum 0.99
     judge = learning_claims.accuracy("cifar10", "MHM", 0)
     assert "56.1 ± 0.1 %, with U-Hop 65.1" in judge({"cifar10_table": rows}).reference
 
@@ -89,11 +89,11 @@ def row_of(says):
     return claim
 
 
-def test_a_study_that_stands_beside_caps_no_verdict():
+def test_a_study_for_comparison_caps_no_verdict():
     claim = row_of("CIFAR-10, MHM, test accuracy")
     results = {"cifar10_table": arms(**{"MHM": 0.51, RELEASED: 0.545})}
     assert claims.judged(claim, results).verdict == HOLDS
-    capped = claim._replace(beside=())
+    capped = claim._replace(compared=())
     assert claims.judged(capped, results).verdict == PARTLY
     claim = row_of("what U-Hop gains in learning")
     names = {"MHM": 0.5, RELEASED: 0.55, f"{RELEASED}, no Stage I": 0.5}
@@ -102,7 +102,7 @@ def test_a_study_that_stands_beside_caps_no_verdict():
     del results["cifar100_table"]
     assert claims.judged(claim, results).verdict == PARTLY
     for claim in CLAIMS:
-        assert set(claim.beside) < set(claim.studies) or not claim.beside
+        assert set(claim.compared) < set(claim.studies) or not claim.compared
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,13 @@ def test_algorithm_two_needs_a_second_memory(patches, verdict):
         "cifar10_table": arms(MHM=0.5),
         "cifar10_bilevel": arms(**{"MHM + U-Hop": 0.56}),
     }
-    found = learning_claims.algorithm_two(results)
-    assert found.verdict == NOT_AS_STATED and "CIFAR +6.00 points" in found.paper
+    judgement = learning_claims.algorithm_two(results)
+    assert (
+        judgement.verdict == NOT_AS_STATED and "CIFAR +6.00 points" in judgement.paper
+    )
     results["patches"] = arms(**{"MHM": 0.5, "MHM + U-Hop": patches})
-    found = learning_claims.algorithm_two(results)
-    assert found.verdict == verdict and "points" in found.fair
+    judgement = learning_claims.algorithm_two(results)
+    assert judgement.verdict == verdict and "points" in judgement.fair
     assert learning_claims.algorithm_two({"cifar10_table": arms(MHM=0.5)}).verdict == (
         UNTESTED
     )
@@ -152,15 +154,15 @@ def test_convergence_is_judged_by_the_curves():
     slow, fast = (0.2, 0.4, 0.5, 0.6), (0.4, 0.62, 0.7, 0.8)
     rows = epochs("MHM", 1000, *slow) + epochs(RELEASED, 1000, *fast)
     both = rows + epochs("MHM", 0, *slow) + epochs(RELEASED, 0, *slow)
-    found = convergence_claims.faster({"a": rows})
-    assert found.verdict == HOLDS
-    assert "mean training accuracy, 1000: +20.50 ± 0.71" in found.reference
-    assert found.reference.endswith("last training accuracy, 1000: 2.0 of 4")
-    found = convergence_claims.faster({"a": both[:16], "b": both[16:]})
-    assert found.verdict == PARTLY and "; all: never in all seeds of 4" in (
-        found.reference
+    judgement = convergence_claims.faster({"a": rows})
+    assert judgement.verdict == HOLDS
+    assert "mean training accuracy, 1000: +20.50 ± 0.71" in judgement.reference
+    assert judgement.reference.endswith("last training accuracy, 1000: 2.0 of 4")
+    judgement = convergence_claims.faster({"a": both[:16], "b": both[16:]})
+    assert judgement.verdict == PARTLY and "; all: never in all seeds of 4" in (
+        judgement.reference
     )
-    # Curves are missing as studies are, and no results stand for them.
+    # Missing curves count as a missing study, even if the study has results.
     claim = row_of("faster convergence at every sample size of CIFAR-10,")
     first, second = claim.studies
     results = {first: rows, second: rows, f"{first}_curves": rows}
@@ -235,6 +237,6 @@ def test_forecasts_wait_for_their_file():
     assert judge({"etth1": rows}).verdict == PARTLY  # MSE lower, MAE the same
     assert judge({"etth1": rows[::3]}).verdict == UNDECIDED  # one seed
     assert judge({"etth1": rows[:3]}).verdict == UNTESTED
-    # Another window, which validation does not choose.
+    # Another window, not chosen by validation.
     longer = {"window": 336, "validation_loss": 0.31, "test_mse": 9.0}
     assert judge({"etth1": [r | longer for r in rows] + rows}) == judge({"etth1": rows})

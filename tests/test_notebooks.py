@@ -1,4 +1,4 @@
-"""Every notebook runs from a clean kernel; stored, it is source alone."""
+"""Every notebook runs from a clean kernel, and is stored without outputs."""
 
 import ast
 import os
@@ -48,7 +48,7 @@ def test_stored_without_outputs_and_definitions(path):
 
 
 def test_colab_keeps_its_own_jax():
-    """Only small packages come by name, and the project from its own file alone."""
+    """Only small packages are installed by name, the project from its own file."""
     first = {read(path).cells[1].source for path in NOTEBOOKS}
     assert len(first) == 1
     *_, by_name, comment, own = first.pop().splitlines()
@@ -59,7 +59,7 @@ def test_colab_keeps_its_own_jax():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bounds = {re.match(r"[\w-]+", line)[0]: line for line in project["dependencies"]}
     assert set(named) < bounds.keys()
-    for name in ("jax", "jaxlib", "flax"):  # a resolver may keep what it has
+    for name in ("jax", "jaxlib", "flax"):  # a resolver may keep the installed version
         assert name not in named and re.search(r">=[\d.]+,<[\d.]+$", bounds[name])
 
 
@@ -79,4 +79,4 @@ def test_runs_from_a_clean_kernel(path, tmp_path):
     assert not errors, errors
     figures = [x for x in outputs if "image/png" in x.get("data", {})]
     assert len(figures) == FIGURES[path.stem]
-    assert not list(tmp_path.iterdir())  # what it writes goes elsewhere
+    assert not list(tmp_path.iterdir())  # the notebook writes elsewhere

@@ -1,4 +1,4 @@
-"""What a wheel holds, and that it works outside of the repository."""
+"""The contents of a wheel, and its commands outside of the repository."""
 
 import ast
 import os
@@ -18,18 +18,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_every_package_is_in_the_wheel():
-    found = {
+    packages = {
         ".".join(path.parent.relative_to(ROOT).parts)
         for path in (ROOT / "uhop_jax").glob("**/__init__.py")
     }
     tool = PROJECT["tool"]["setuptools"]
-    assert set(tool["packages"]) == found | {"uhop_jax.configs"}
+    assert set(tool["packages"]) == packages | {"uhop_jax.configs"}
     assert tool["package-dir"] == {"uhop_jax.configs": "configs"}
     assert (ROOT / "uhop_jax" / tool["package-data"]["uhop_jax"][0]).exists()
 
 
 def test_text_is_utf8_in_every_place():
-    """Whatever the locale: each file opened as text names its encoding."""
+    """Each file opened as text names its encoding, so that no locale matters."""
     texts = ("open", "fdopen", "read_text", "write_text", "NamedTemporaryFile")
     binary, wrong = {"'rb'", "'wb'", "'ab'", "'xb'", "'r+b'"}, []
     for folder in ("uhop_jax", "scripts", "benchmarks", "configs"):

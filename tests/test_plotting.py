@@ -15,16 +15,16 @@ from uhop_jax.training.arms import styles
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """Draws with a function of `plotting`, and gives the figure before it is saved."""
+    """Draws with a function of `plotting`; returns the figure that it would save."""
 
     def draw(function, *arguments, **options):
-        found = []
+        saved = []
         for module in ("plotting", "_comparison"):
             monkeypatch.setattr(
-                f"uhop_jax.{module}.save", lambda figure, path: found.append(figure)
+                f"uhop_jax.{module}.save", lambda figure, path: saved.append(figure)
             )
         function(tmp_path / "figure.png", *arguments, **options)
-        return found[0]
+        return saved[0]
 
     return draw
 
@@ -44,7 +44,7 @@ def box(artist):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_legend_leaves_the_axes_and_the_figure_whole(drawn, same):
-    """Twenty-five curves: the legend was taller than the figure, and lay on curves."""
+    """With 25 curves the legend was taller than the figure, and covered curves."""
     names = [[f"U-Hop max sparse, N={i}" for i in range(25)]] * 3
     if not same:
         names[2] = ["MHM"] + [f"method {i}" for i in range(3)]
@@ -106,7 +106,7 @@ def test_zero_has_its_place(drawn):
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan])
-def test_all_that_is_zero_or_unknown(drawn, value):
+def test_curves_of_zeros_and_unknown_values(drawn, value):
     curve = plotting.Series([1, 2], [value, value], [0.0, 0.0])
     part = panel(["a"])._replace(series={"a": curve})
     assert drawn(plotting.panels, [part]).axes[0].get_yscale() == "linear"
@@ -147,8 +147,8 @@ def rows(methods, *, sizes=(100,), levels=(0.5,), settings=("",)):
 
 
 def test_one_size_and_level_are_one_comparison():
-    found = figures.sweep(rows(["MHM", "U-Hop", "l2", LIMIT]))
-    (part,) = found
+    parts = figures.sweep(rows(["MHM", "U-Hop", "l2", LIMIT]))
+    (part,) = parts
     assert list(part.groups) == ["models of the paper", "kernel"]
     assert part.groups["models of the paper"].keys() == {"MHM", "l2"}
     mean, half = part.groups["kernel"]["U-Hop"]
@@ -159,25 +159,25 @@ def test_one_size_and_level_are_one_comparison():
 
 def test_curves_of_many_methods_by_family():
     names = [method.name for method in FAIR]
-    found = figures.sweep(rows([*names, LIMIT], sizes=(10, 20, 50)))
-    assert [part.title for part in found] == [
+    parts = figures.sweep(rows([*names, LIMIT], sizes=(10, 20, 50)))
+    assert [part.title for part in parts] == [
         "mask 0.5, models of the paper",
         "mask 0.5, other fixed similarities",
         "mask 0.5, kernel",
         "mask 0.5, angular kernel",
         "mask 0.5, calibration",
     ]
-    assert all(LIMIT in part.series for part in found)
-    drawn = [name for part in found for name in part.series if name != LIMIT]
+    assert all(LIMIT in part.series for part in parts)
+    drawn = [name for part in parts for name in part.series if name != LIMIT]
     assert sorted(drawn) == sorted(names)
-    assert max(len(part.series) for part in found) <= figures.FEW + 1
+    assert max(len(part.series) for part in parts) <= figures.FEW + 1
 
 
 def test_many_settings_are_split_by_method():
     settings = [f"N={i}" for i in range(6)]
     names = [m.name for m in REFERENCE if m.group == "kernel"]
-    found = figures.sweep(rows(names, sizes=(10, 20, 50), settings=settings))
-    assert [part.title for part in found] == [f"mask 0.5, {name}" for name in names]
+    parts = figures.sweep(rows(names, sizes=(10, 20, 50), settings=settings))
+    assert [part.title for part in parts] == [f"mask 0.5, {name}" for name in names]
     pairs = figures.sweep(rows(names, sizes=(10, 20, 50), settings=settings[:2]))
     assert [len(part.series) for part in pairs] == [8, 2 * len(names) - 8]
     assert figures.sweep(rows(["MHM", "l2"], sizes=(1, 2, 3)))[0].title == "mask 0.5"
@@ -207,7 +207,7 @@ def test_a_method_has_one_colour_everywhere():
     ("columns", "shown"), [(7, range(7)), (12, (*range(7), 11)), (1, (0,))]
 )
 def test_a_figure_of_forecasts_has_the_target(drawn, columns, shown):
-    """The last column, which is the target of ETT, was never drawn."""
+    """The last column, the target of ETT, is drawn."""
     values = np.arange(60.0)[:, None] + 100 * np.arange(columns)
     dates = np.datetime64("2020-01-01", "s") + np.arange(60) * np.timedelta64(3600, "s")
     names = tuple(f"c{i} (kW)" for i in range(columns))

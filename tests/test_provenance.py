@@ -1,4 +1,4 @@
-"""Result files say what made them, and are told from those of other code."""
+"""Result files have records of their code, and files of other code are stale."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ QUOTED = [n for n in files.KNOWN if (files.RESULTS / f"{n}.csv").exists()]
 
 
 @pytest.mark.parametrize("name", QUOTED)
-def test_a_result_file_says_what_made_it(name):
+def test_a_result_file_has_a_record_of_its_code(name):
     record = files.made_by(name)
     assert record, f"{name}.made_by.json is missing"
     commit = record["commit"] or record["published"]
@@ -29,10 +29,10 @@ def test_a_result_file_says_what_made_it(name):
         assert record["command"] and set(record["modules"]) >= {"uhop_jax.separation"}
 
 
-def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
+def test_a_version_ignores_docstrings_and_comments(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     (tmp_path / "uhop_jax").mkdir()
-    found = []
+    versions = []
     for text in (
         '"""Doc."""\n\n\ndef f(x):\n    """Says."""\n    return x + 1  # so\n',
         "def f(x):\n    return (x + 1)\n",
@@ -41,13 +41,13 @@ def test_a_version_is_of_what_code_does(tmp_path, monkeypatch):
         (tmp_path / "uhop_jax" / "one.py").write_text(text)
         provenance.tree_of.cache_clear()
         provenance.version.cache_clear()
-        found.append(provenance.version("uhop_jax.one"))
+        versions.append(provenance.version("uhop_jax.one"))
     provenance.tree_of.cache_clear()
     provenance.version.cache_clear()
-    assert found[0] == found[1] != found[2]
+    assert versions[0] == versions[1] != versions[2]
 
 
-def test_files_depend_on_what_their_command_imports():
+def test_files_depend_on_the_imports_of_their_command():
     vision, series = map(provenance.modules_of, ("vision", "forecasting"))
     assert "uhop_jax.models.vision" in vision and "uhop_jax.models.vision" not in series
     assert "uhop_jax.models.stanhop" in series
@@ -64,7 +64,7 @@ def test_studies_of_softmax_alone_do_not_depend_on_entmax():
     alone = {name for name, kind in kinds.items() if kind == "vision, softmax"}
     assert {"cifar10_table", "cifar100_bilevel", "expressiveness_cifar10"} <= alone
     assert kinds["tiny20"] == kinds["patches"] == "vision"  # sparse and entmax arms
-    # Without arms the defaults of the config, which has sparse ones, are trained.
+    # Without arms the default arms of the config are trained, some of them sparse.
     command = "train.py --config=configs/vision.py:cifar10"
     assert provenance.kind_of(command) == "vision"
     arms = """--config.arms='("MHM",)'"""
@@ -91,9 +91,7 @@ def test_studies_run_from_committed_code_alone(monkeypatch, capsys):
     assert not ran
 
 
-def test_all_that_is_missing_or_stale_is_run_if_affordable(
-    monkeypatch, tmp_path, capsys
-):
+def test_missing_and_stale_studies_are_run_if_affordable(monkeypatch, tmp_path, capsys):
     ran = []
     monkeypatch.setattr(files, "run", lambda name, data: ran.append(name))
     monkeypatch.setattr(files, "missing", lambda: ["grid_mnist", "tiny20"])
@@ -113,7 +111,7 @@ def test_all_that_is_missing_or_stale_is_run_if_affordable(
     assert capsys.readouterr().out == "theorems: not recorded\n"
 
 
-def test_what_other_code_has_begun_is_begun_anew(monkeypatch, tmp_path, capsys):
+def test_a_study_begun_by_other_code_starts_anew(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(files, "WORK", tmp_path / "work")
     monkeypatch.setattr(files, "RESULTS", tmp_path / "results")
     workdir = tmp_path / "work" / "grid_mnist"
@@ -139,7 +137,7 @@ def test_what_other_code_has_begun_is_begun_anew(monkeypatch, tmp_path, capsys):
     half = workdir / "half_done"
     half.touch()
     files.run("grid_mnist", "d")
-    assert half.exists()  # the same code goes on, under the commit that began
+    assert half.exists()  # the same code continues, under the commit that began the run
     assert files.made_by("grid_mnist")["commit"] == "a"
     versions["uhop_jax.losses"] = "2"
     capsys.readouterr()

@@ -69,9 +69,9 @@ def test_every_public_function_and_class_is_in_the_reference():
     text = "".join(page.read_text() for page in PAGES)
     documented = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
     packages = ["uhop_jax"] + [
-        f"uhop_jax.{found.name}"
-        for found in pkgutil.iter_modules(uhop_jax.__path__)
-        if found.ispkg
+        f"uhop_jax.{info.name}"
+        for info in pkgutil.iter_modules(uhop_jax.__path__)
+        if info.ispkg
     ]
     for package in packages:
         module = importlib.import_module(package)

@@ -27,8 +27,8 @@ def test_the_official_numbers_are_whole():
     with (ROOT / "tests" / "official_numbers.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 1560
-    found = {(r["data"], r["memories"], r["method"], r["setting"]): r for r in rows}
-    row = found["mnist", "100", "U-Hop, rate 1", "N=500"]
+    numbers = {(r["data"], r["memories"], r["method"], r["setting"]): r for r in rows}
+    row = numbers["mnist", "100", "U-Hop, rate 1", "N=500"]
     assert (row["table"], float(row["mean"])) == ("constant rate 1", 0.0898)
 
 
@@ -71,6 +71,6 @@ def test_every_row_is_within_its_spread(tmp_path, prepared, variant, changes):
     rows = COMPARE(tmp_path / "results.csv")
     methods = {about[4] for _, about, *_ in rows}
     assert set(FEW) <= methods
-    for table, about, theirs, ours, z in rows:
-        assert abs(z) < 4, (table, about, theirs, ours)
+    for table, about, official, measured, z in rows:
+        assert abs(z) < 4, (table, about, official, measured)
     assert np.mean([abs(row[-1]) < 2 for row in rows]) > 0.8

@@ -33,7 +33,7 @@ from verdicts import (  # noqa: E402
     VERDICTS,
 )
 
-# Theorems, lemmas, figures and tables of the paper, but for the notation.
+# Theorems, lemmas, figures and tables of the paper, except notation.
 LABELS = """
 lemma:retrieval_dyn lemma:convergence lem:help-conv lem:converge-gd thm:exact
 coro:exact_coro thm:perfect_kernel def:stored_and_retrieved def:max-loss
@@ -47,23 +47,23 @@ fig:tiny-1000 fig:tiny-Full tab:img-cls table:time-series abstract sec:intro
 
 def entries(page, title):
     """Label, verdict and evidence of every entry of the page, under its heading."""
-    found = []
+    rows = []
     for text in re.findall(rf"^#### {title} \d+\n(.*?)(?=^#)", page, re.M | re.S):
         line = text.strip().splitlines()[0]
         says, labels, verdict = re.match(
             r"(.*) \((`.*`)\): \*\*(.+)\*\*$", line
         ).groups()
         evidence = dict(re.findall(r"^- \*(.+?)\*: (.*)$", text, re.M))
-        found.append((says, labels.replace("`", "").split(), verdict, evidence))
-    return found
+        rows.append((says, labels.replace("`", "").split(), verdict, evidence))
+    return rows
 
 
-def test_the_page_is_what_the_files_say():
+def test_the_page_is_written_from_the_files():
     assert reproduction.REPORT.read_text() == reproduction.report()
 
 
 @pytest.mark.parametrize("page", tables.TABLES)
-def test_tables_of_the_pages_are_of_the_files(page):
+def test_tables_of_pages_are_written_from_the_files(page):
     text = (ROOT / page).read_text()
     assert tables.written(page, text) == text
     first = next(iter(tables.TABLES[page]))
@@ -98,19 +98,19 @@ def test_no_row_is_of_smaller_data_than_the_papers():
             )
 
 
-def test_counts_are_those_of_the_rows():
+def test_counts_match_the_rows():
     page = reproduction.report()
     (line,) = [x for x in page.splitlines() if x.startswith("Experiments: ")]
     for title, text in zip(
         ("Claim", "Statement"), line.split(". Statements: "), strict=True
     ):
-        found = [verdict for _, _, verdict, _ in entries(page, title)]
+        listed = [verdict for _, _, verdict, _ in entries(page, title)]
         for verdict in VERDICTS:
             number = re.search(rf"(\d+) {verdict}(?=[,.]|$)", text)
-            assert found.count(verdict) == (int(number[1]) if number else 0), verdict
+            assert listed.count(verdict) == (int(number[1]) if number else 0), verdict
 
 
-def test_a_number_of_the_page_is_that_of_its_file():
+def test_a_number_of_the_page_is_in_its_file():
     rows = reproduction.read("reference_cifar")
     where = {"memories": 100, "method": "U-Hop max", "setting": "N=1000"}
     errors = [r["error"] for r in rows if all(r[k] == v for k, v in where.items())]
@@ -121,8 +121,8 @@ def test_a_number_of_the_page_is_that_of_its_file():
 
 
 @pytest.mark.parametrize("name", files.STUDIES)
-def test_a_result_file_is_of_the_command_that_is_printed(name):
-    asked = files.asked(name)  # a command that its config takes
+def test_a_result_file_is_of_the_printed_command(name):
+    asked = files.asked(name)  # the config takes the command
     script = shlex.split(files.STUDIES[name].command)[0]
     assert (ROOT / script).exists() and asked
     path = files.RESULTS / f"{name}.json"
@@ -141,13 +141,13 @@ INFINITE = float("inf")
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("result", "verdict"),
     [
-        (verdicts.of_columns([1, 1]), HOLDS),
-        (verdicts.of_columns([1, -1]), PARTLY),
-        (verdicts.of_columns([0, -1]), PARTLY),
-        (verdicts.of_columns([-1, -1]), FAILS),
-        (verdicts.of_columns([]), UNTESTED),
+        (verdicts.of_readings([1, 1]), HOLDS),
+        (verdicts.of_readings([1, -1]), PARTLY),
+        (verdicts.of_readings([0, -1]), PARTLY),
+        (verdicts.of_readings([-1, -1]), FAILS),
+        (verdicts.of_readings([]), UNTESTED),
         (verdicts.of_gain(3.0, 0.5, 3.0), HOLDS),
         (verdicts.of_gain(1.2, 0.5, 3.0), PARTLY),
         (verdicts.of_gain(0.9, 0.5, 3.0), UNDECIDED),  # half of it is within 2 errors
@@ -161,42 +161,42 @@ INFINITE = float("inf")
         (theorems.of_counts(0, 3), FAILS),
     ],
 )
-def test_verdicts_follow_from_numbers(found, verdict):
-    assert found == verdict
+def test_verdicts_follow_from_numbers(result, verdict):
+    assert result == verdict
 
 
 def test_differences_are_paired_t_intervals():
     a = {0: 1.0, 1: 2.0, 2: 4.0, 3: 9.0}
     b = {3: 8.0, 2: 3.5, 1: 1.2, 7: 0.0, 0: 0.2}
-    found = verdicts.difference(a, b)
+    change = verdicts.difference(a, b)
     pairs = np.asarray([0.8, 0.8, 0.5, 1.0])
     interval = stats.t.interval(0.95, 3, pairs.mean(), stats.sem(pairs))
     np.testing.assert_allclose(
-        [found.mean - found.half, found.mean + found.half], interval
+        [change.mean - change.half, change.mean + change.half], interval
     )
-    assert found.sign == 1 and verdicts.difference(b, a).sign == -1
+    assert change.sign == 1 and verdicts.difference(b, a).sign == -1
     assert verdicts.Difference(1.0, 1.1).sign == 0
-    assert verdicts.Difference(0.009, 0.0).sign == 0  # nothing to tell apart
+    assert verdicts.Difference(0.009, 0.0).sign == 0  # below the least difference
     assert verdicts.difference({0: 1.0}, {0: 5.0}).sign == 0  # one set has no interval
 
 
 @pytest.mark.parametrize(
-    ("tally", "says"),
+    ("tally", "reading"),
     [
         ((5, 5, 0, 10), 1),
-        ((4, 6, 0, 10), 0),  # mostly ties where there was something to win
+        ((4, 6, 0, 10), 0),  # mostly ties in cells that could be won
         ((0, 10, 0, 0), 1),  # nothing to win: both perfect
         ((8, 0, 2, 10), 0),
         ((5, 0, 5, 10), 0),
         ((4, 0, 6, 10), -1),
     ],
 )
-def test_the_rule_of_cells(tally, says):
-    assert verdicts.Tally(*tally).says == says
+def test_the_rule_of_cells(tally, reading):
+    assert verdicts.Tally(*tally).reading == reading
 
 
 def synthetic(uhop, protocol, others=(), method="U-Hop", setting="N=100"):
-    """Four memory sets of one cell; U-Hop's errors follow those of MHM."""
+    """Four memory sets of one cell; U-Hop's errors follow the errors of MHM."""
     cell = {"data": "mnist", "protocol": protocol, "memories": 100}
     cell |= {"corruption": "mask", "level": 0.5}
     named = [("MHM", "", 1.0), ("Sparse MHM", "", 1.1), ("DAM 10", "", 3.0)]
@@ -210,18 +210,20 @@ def synthetic(uhop, protocol, others=(), method="U-Hop", setting="N=100"):
     ]
 
 
-OURS = [("cosine", "", 0.1), ("random W", "", 5.0)]
+LEFT_OUT = [("cosine", "", 0.1), ("random W", "", 5.0)]
 
 
 def test_least_error_is_of_the_papers_baselines_under_every_protocol():
     better, worse = (synthetic(x, "paper") for x in (0.5, 0.9))
-    fair = synthetic(0.5, "fair", OURS, setting="N=30")
-    found = retrieval_claims.least_error({"a": better, "b": fair})
-    assert found.verdict == HOLDS and "1 won, 0 tied, 0 lost of 1" in found.paper
-    # A cosine that is better stands beside, and changes no verdict.
-    assert "random W: 0 won, 0 tied, 1 lost of 1" in found.fair
+    fair = synthetic(0.5, "fair", LEFT_OUT, setting="N=30")
+    judgement = retrieval_claims.least_error({"a": better, "b": fair})
+    assert (
+        judgement.verdict == HOLDS and "1 won, 0 tied, 0 lost of 1" in judgement.paper
+    )
+    # A better cosine is printed for comparison, and changes no verdict.
+    assert "random W: 0 won, 0 tied, 1 lost of 1" in judgement.fair
     assert retrieval_claims.least_error({"a": worse}).verdict == FAILS
-    # Evidence for and against is partly, whichever protocol it comes from.
+    # Evidence for and against gives "partly", whichever protocol it comes from.
     for rows in ({"a": worse, "b": fair}, {"a": better, "b": synthetic(0.9, "fair")}):
         assert retrieval_claims.least_error(rows).verdict == PARTLY
     assert "l1 0.95" in retrieval_claims.least_error({"a": worse}).paper
@@ -231,10 +233,12 @@ def test_the_released_model_meets_baselines_as_released_and_repaired():
     others = [("DAM 10, normalised", "", 0.9)]
     others += [(f"{name}, released sign", "", 9.0) for name in ("l2", "l1")]
     rows = synthetic(0.9, "reference", others, method="U-Hop max")
-    found = retrieval_claims.least_error({"a": rows})
-    assert "as released: 1 won" in found.reference
-    assert "repaired: 0 won, 0 tied, 1 lost" in found.reference  # l1 0.8, nearest first
-    assert found.verdict == PARTLY
+    judgement = retrieval_claims.least_error({"a": rows})
+    assert "as released: 1 won" in judgement.reference
+    assert (
+        "repaired: 0 won, 0 tied, 1 lost" in judgement.reference
+    )  # l1 0.8, nearest first
+    assert judgement.verdict == PARTLY
 
 
 def test_a_missing_study_leaves_a_claim_open():
@@ -256,7 +260,7 @@ def test_each_loss_is_judged_at_its_own_best_rate():
         for method, rates in means.items():
             for rate, mean in rates.items():
                 for run in range(10):
-                    # On even sets, which choose, a rate may look better than it is.
+                    # On the even sets, which choose the rate, a rate may look too good.
                     luck = (
                         lucky * (method == "U-Hop max" and rate == "1") * (run % 2 == 0)
                     )
@@ -264,7 +268,7 @@ def test_each_loss_is_judged_at_its_own_best_rate():
                     about = {"method": method, "setting": f"N=50, rate {rate}"}
                     yield cell | about | {"run": run, "error": error}
 
-    # Equal rates of 1 would favour the average loss; its best is worse here.
+    # At the rate 1 the average loss is better; at the best rates it is worse.
     assert retrieval_claims.best_rates(list(rows(0))) == (0, 0, 1, 1)
     assert retrieval_claims.best_rates(list(rows(8.5))) == (1, 0, 0, 1)
 
@@ -287,7 +291,7 @@ def test_the_margin_after_one_step(first, mean, verdict):
 @pytest.mark.parametrize(
     "check", [corrections.rates, corrections.folded, theorems.on_the_sphere]
 )
-def test_exact_cases_are_those_of_the_file(check):
+def test_exact_cases_match_the_file(check):
     names = (reproduction.THEOREMS, reproduction.CORRECTED)
     kept = [
         theorems.Finding(**row) for name in names for row in reproduction.read(name)
@@ -324,6 +328,6 @@ def test_the_scatter_is_judged_in_the_design_of_the_paper(protocol, slope, verdi
         for run in (0, 9)
         for x in range(5)
     ]
-    if protocol == "paper":  # lower together within each memory set
+    if protocol == "paper":  # loss and error fall together within each memory set
         both = retrieval_claims.correlation(rows | {"within": within})
         assert both.verdict == (verdicts.HOLDS if slope > 0 else verdicts.PARTLY)

@@ -1,3 +1,5 @@
+"""Retrieval, convergence and energies, against loops over single queries."""
+
 import functools
 import itertools
 
@@ -112,7 +114,7 @@ def naive_retrieve(
 
 
 def assert_rows_equal_naive(result, memories, query, **arguments):
-    """`arguments` are those of one row where they are lists."""
+    """Compares rows; an argument that is a list has an entry for each row."""
     rows = {k: v for k, v in arguments.items() if isinstance(v, list)}
     shared = {k: v for k, v in arguments.items() if k not in rows}
     states = result.state.reshape(-1, result.state.shape[-1])
@@ -564,7 +566,7 @@ def test_gradient_at_a_fixed_point_needs_no_memory_per_step():
 
 
 @each("similarity", ITERABLE)
-def test_trajectory_is_that_of_retrieve(similarity):
+def test_trajectory_equals_retrieve(similarity):
     memories = jnp.asarray(unit(normal(COUNT, DIMENSION)))
     query = normal(2, DIMENSION, seed=5)
     options = dict(beta=1.5, similarity=similarity)
@@ -589,7 +591,7 @@ def test_trajectory_is_that_of_retrieve(similarity):
         *(NegativeSquaredL2(CENTERING), Cosine(CENTERING)),
     ],
 )
-def test_energies_are_those_of_the_features_beside_them_and_never_rise(similarity):
+def test_energies_are_of_the_returned_features_and_never_rise(similarity):
     rng = np.random.default_rng(0)
     memories = normal(COUNT, DIMENSION) * rng.uniform(0.1, 3, (COUNT, 1))
     query = normal(20, DIMENSION, seed=5)
@@ -956,9 +958,9 @@ def test_any_inverse_temperature(separation, scale):
     options = dict(beta=betas[:, None], separation=separation)
     assert_close(retrieve(memories, query, **options).weights, expected)
     for source in (memories, np.asarray(memories)):
-        found = retrieve_streamed(source, query, top=2, block=1, **options)
-        assert_close(found.weights, -np.sort(-expected))
-        assert_close(found.state / scale, expected @ rows)
+        result = retrieve_streamed(source, query, top=2, block=1, **options)
+        assert_close(result.weights, -np.sort(-expected))
+        assert_close(result.state / scale, expected @ rows)
     fixed = converge(memories, query, **options)
     path = trajectory(memories, query, steps=2, **options)
     assert jnp.isfinite(fixed.pattern).all() and jnp.isfinite(path.patterns).all()
@@ -967,12 +969,12 @@ def test_any_inverse_temperature(separation, scale):
         top = overlaps.max(-1)
         top = np.maximum(top, 0.0) if separation == Softmax1() else top
         own = 0.5 * (rows * rows).sum(-1)
-        found = energy(memories, query, **options)[2:]  # one-hot
-        assert_close(found / scale, np.tile((own - top) / scale, (4, 1)))
+        result = energy(memories, query, **options)[2:]  # one-hot
+        assert_close(result / scale, np.tile((own - top) / scale, (4, 1)))
 
     def total(run, memories, query, beta):
-        found = run(memories, query, beta=beta[:, None], separation=separation)
-        return found.state.sum()
+        result = run(memories, query, beta=beta[:, None], separation=separation)
+        return result.state.sum()
 
     for run in (retrieve, retrieve_streamed):
         loss = functools.partial(total, run)

@@ -1,4 +1,4 @@
-"""`retrieve.py` and its parts: configs, records, every variant, the command line."""
+"""`retrieve.py`: configs, records, every variant, and the command line."""
 
 import csv
 import json
@@ -76,10 +76,10 @@ def read(path):
 
 
 def errors_of(rows):
-    found = {}
+    errors = {}
     for row in rows:
-        found.setdefault(row["method"], []).append(float(row["error"]))
-    return found
+        errors.setdefault(row["method"], []).append(float(row["error"]))
+    return errors
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsy
     names = [m.name for m in FAIR] + ["calibrated", "limit"]
     assert [row["method"] for row in rows] == [n for n in names for _ in range(2)]
     errors = errors_of(rows)
-    for name, found in errors.items():
-        assert np.mean(errors["limit"]) <= np.mean(found) + 1e-6, name
+    for name, sample in errors.items():
+        assert np.mean(errors["limit"]) <= np.mean(sample) + 1e-6, name
     assert np.mean(errors["calibrated"]) <= np.mean(errors["MHM"])
     pairs = {row["method"]: row for row in read(tmp_path / "run" / "differences.csv")}
     expected = np.subtract(errors["cosine"], errors["MHM"])
@@ -107,7 +107,7 @@ def test_the_fair_protocol_has_every_model_and_its_own_best_beta(tmp_path, capsy
     assert all(name in out for name in names) and "Stage I" in out
 
 
-def test_the_limit_knows_what_was_observed():
+def test_the_limit_uses_the_observed_components():
     numbers = np.random.default_rng(0).permutation(64)[:20].reshape(2, 10, 1)
     sets = (numbers >> np.arange(6) & 1).astype(np.float32)
     mask, keys = Mask(0.5, known=True), jax.random.split(jax.random.key(0), 2)
@@ -151,7 +151,7 @@ def test_each_family_of_kernels_draws_from_a_key_of_its_own(monkeypatch):
     assert len(used) == 2 + 1 + 2 + 2
     known = [*used, *(tuple(x) for x in jax.random.key_data(keys).tolist())]
     assert len(set(known)) == len(known)
-    # Nor does one of them give another.
+    # No key is derived from another.
     for data_of in used:
         key = jax.random.wrap_key_data(jnp.asarray(data_of, jnp.uint32))
         children = jax.vmap(lambda i, key=key: jax.random.fold_in(key, i))(
@@ -186,26 +186,26 @@ def test_the_other_protocols_fix_beta(tmp_path, protocol):
 def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
     changes = {"protocol": protocol, "stage_one.steps": (1, 20), "images": 0}
     changes["methods"] = ("MHM", "U-Hop", "U-Hop max")
-    found = {}
+    losses = {}
     for rates in ((1.0,), (10, 1, 0.1)):
         config = get_config("losses", **changes, **{"stage_one.rates": rates})
         workdir = tmp_path / str(len(rates))
         experiments.run(config, workdir)
         rows = read(workdir / "results.csv")
-        found[len(rates)] = {
+        losses[len(rates)] = {
             (r["method"], r["setting"], r["run"]): float(r["loss"] or 0) for r in rows
         }
     settings = [f"N={n}" for n in (1, 20)]
-    assert {setting for _, setting, _ in found[1]} == {"", *settings}
+    assert {setting for _, setting, _ in losses[1]} == {"", *settings}
     every = [f"{s}, rate {rate}" for rate in ("0.1", "1", "10") for s in settings]
-    assert {setting for _, setting, _ in found[3]} == {"", *every}
+    assert {setting for _, setting, _ in losses[3]} == {"", *every}
     for name in ("U-Hop", "U-Hop max"):
         for run in "01":
-            alone = [found[1][name, s, run] for s in settings]
-            among = [found[3][name, f"{s}, rate 1", run] for s in settings]
+            alone = [losses[1][name, s, run] for s in settings]
+            among = [losses[3][name, f"{s}, rate 1", run] for s in settings]
             np.testing.assert_allclose(among, alone, rtol=1e-4)
             slow, fast = (
-                found[3][name, f"N=20, rate {rate}", run] for rate in ("0.1", "10")
+                losses[3][name, f"N=20, rate {rate}", run] for rate in ("0.1", "10")
             )
             assert slow != among[1] != fast
     typed = [
@@ -267,7 +267,7 @@ def test_patterns_beyond_the_unit_range_are_not_clamped(tmp_path, kinds):
     levels = {f"corruption.levels.{kind}": (0.05,) for kind in kinds}
     experiments.run(get_config("capacity", **changes, **levels), tmp_path / "run")
     rows = read(tmp_path / "run" / "results.csv")
-    # So little leaves the nearest memory where it was; clamped, nothing would.
+    # Noise this small keeps the nearest memory; clamped patterns would lose it.
     assert max(errors_of(rows)["cosine"]) < 1e-3
     with pytest.raises(ValueError, match="of this protocol needs patterns in"):
         config = get_config("capacity", **changes, protocol="reference")
@@ -281,15 +281,15 @@ def two_cells(**changes):
 
 
 def quick(study, cell, timed):
-    """Records of a cell that cost nothing."""
+    """Records of a cell, without any computation."""
     timed.done(1)
     scores = {"beta": 1 / 3, "error": cell.level / 7, "top1": 1.0, "exact": 0.5}
     rows = [sweep.base_row(study, cell, name, "", 0) for name in ("MHM", "cosine")]
     return [row | scores for row in rows]
 
 
-def test_results_that_were_changed_are_refused_and_data_too(tmp_path, monkeypatch):
-    """A line less, a digit less, and patterns that were swapped between two cells."""
+def test_changed_results_and_changed_data_are_refused(tmp_path, monkeypatch):
+    """A missing line, a missing digit, and patterns swapped between two cells."""
     monkeypatch.chdir(tmp_path)
     values = data.load("digits", limit=60).values
     np.save("mine.npy", values)
@@ -304,7 +304,7 @@ def test_results_that_were_changed_are_refused_and_data_too(tmp_path, monkeypatc
         with pytest.raises(ValueError, match="results.csv is not as the run has left"):
             sweep.run(experiment, config, workdir)
         assert path.read_bytes() == text
-    path.unlink()  # what is gone is computed again
+    path.unlink()  # missing results are computed again
     sweep.run(experiment, config, workdir)
     assert path.read_bytes() == whole
     np.save("mine.npy", values[::-1])
@@ -313,7 +313,7 @@ def test_results_that_were_changed_are_refused_and_data_too(tmp_path, monkeypatc
     assert path.read_bytes() == whole
 
 
-def test_what_fails_late_does_not_bind_the_directory(tmp_path):
+def test_a_late_failure_does_not_bind_the_directory(tmp_path):
     experiment = experiments.EXPERIMENTS["demo"]
 
     def fails(study, cell, timed):
@@ -331,8 +331,8 @@ def test_what_fails_late_does_not_bind_the_directory(tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["demo", "scatter"])
-def test_the_cells_of_a_run_tell_how_far_it_is(tmp_path, monkeypatch, variant):
-    """A part at a time, and all of it at the end: no run is at 0 of 1 throughout."""
+def test_the_cells_of_a_run_show_its_progress(tmp_path, monkeypatch, variant):
+    """Progress grows in parts, and is whole at the end."""
     bars = []
 
     class Recorded(progress.Progress):
@@ -391,7 +391,7 @@ def test_bad_config_is_refused_before_anything_is_written(tmp_path, changes, mes
         ("capacity", "cifar10", "fair", (50, 150, 500)),
     ],
 )
-def test_steps_left_open_are_those_of_the_paper(variant, name, protocol, steps):
+def test_default_steps_are_from_the_paper(variant, name, protocol, steps):
     config = CONFIG["get_config"](variant)
     config.data.name, config.protocol = name, protocol
     resolve(config.lock())
@@ -458,8 +458,8 @@ def test_differences_are_paired_and_have_the_interval_of_student():
     errors = {"MHM": [1.0, 2.0, 4.0], "new": [0.5, 1.0, 3.5]}
     rows = [
         about | {"method": name, "run": run, "error": error}
-        for name, found in errors.items()
-        for run, error in enumerate(found)
+        for name, sample in errors.items()
+        for run, error in enumerate(sample)
     ]
     base, new = records.differences(rows, "MHM")
     assert (base["difference"], base["ci95"]) == (0, 0)
@@ -497,8 +497,8 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
         "--config.memories=(1,)": "memories must be at least 2, got 1",
     }
     cases = [[f"--workdir={tmp_path / 'r'}", flag] for flag in wrong]
-    found = run_script(tmp_path, "retrieve.py", *cases)
-    for (code, err), message in zip(found, wrong.values(), strict=True):
+    outcomes = run_script(tmp_path, "retrieve.py", *cases)
+    for (code, err), message in zip(outcomes, wrong.values(), strict=True):
         assert code == 2
         assert message in err and "Traceback" not in err
         assert len(err.strip().splitlines()) == 1
@@ -525,7 +525,7 @@ def photos(folder, patterns, shape):
 
 
 def renamed(folder):
-    """The folder with a name that is no UTF-8, and one that is no ASCII."""
+    """The folder with a file name that is no UTF-8, and a file name beyond ASCII."""
     for name, new in (("photo000.png", b"caf\xe9.png"), ("photo001.png", "é.png")):
         (folder / name).rename(folder / os.fsdecode(new))
     return folder
@@ -574,8 +574,8 @@ def test_photos_are_stored_reloaded_and_found_by_halves(tmp_path, prepared, coun
     right = [row["query"] == row["memory"] for row in rows]
     assert np.mean(right) >= 0.99
     assert all(0 <= float(row["margin"]) <= 1 for row in rows)
-    found = np.load(tmp_path / "found" / "retrieved.npz")
-    assert found["patterns"].shape == (count, np.prod(shape))
+    retrieved = np.load(tmp_path / "found" / "retrieved.npz")
+    assert retrieved["patterns"].shape == (count, np.prod(shape))
     written = {path.name for path in (tmp_path / "found").glob("[!.]*")}
     assert written == {
         *("config.json", "run.json", "answers.csv", "retrieved.npz"),
@@ -693,7 +693,7 @@ def test_bad_queries_are_refused(tmp_path, monkeypatch, changes, message):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """A memory of twelve digits as the query variant saves it, its model made up."""
+    """A memory of twelve digits as the query variant saves it, with any model."""
     digits = data.load("digits", limit=12)
     with jax.enable_x64(False):
         one, table = jnp.ones(()), jnp.ones((1, 1))
@@ -760,9 +760,7 @@ def test_damaged_memories_are_refused(tmp_path, stored, change, message):
         CalibratedMemory.load(tmp_path / "m.npz")
 
 
-def test_the_picture_names_queries_and_says_how_sure_the_answers_are(
-    tmp_path, stored, monkeypatch
-):
+def test_the_picture_names_queries_and_weights(tmp_path, stored, monkeypatch):
     drawn, draw = [], plotting.image_grid
 
     def recorded(path, columns, **options):
@@ -793,7 +791,7 @@ def test_any_words_stand_under_pictures(tmp_path):
 
 
 @pytest.mark.parametrize(("protocol", "unit"), [("paper", True), ("reference", False)])
-def test_kernels_of_a_scatter_are_those_of_its_protocol(
+def test_kernels_of_a_scatter_follow_its_protocol(
     tmp_path, monkeypatch, protocol, unit
 ):
     kernels = []

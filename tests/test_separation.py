@@ -1,3 +1,5 @@
+"""Separations and their derivatives, against references in float64 and in mpmath."""
+
 import functools
 
 import jax
@@ -129,7 +131,7 @@ def _naive_conjugate_row(sep, z):
 
 
 def naive_conjugate(sep, z):
-    """`<p, z> - Omega(p)`, or the logsumexp it is, in float64."""
+    """`<p, z> - Omega(p)` in float64, as a logsumexp where it has this form."""
     z = np.asarray(z, dtype=np.float64)
     return np.apply_along_axis(functools.partial(_naive_conjugate_row, sep), -1, z)
 
@@ -182,7 +184,7 @@ def test_conjugate_equals_the_naive_one_and_has_the_weights_as_gradient(sep, sca
 @pytest.mark.parametrize(
     "sep", [sep for sep in SEPARATIONS if not sep.has_conjugate], ids=repr
 )
-def test_what_has_no_conjugate_says_so(sep):
+def test_a_separation_without_conjugate_says_so(sep):
     with pytest.raises(ValueError, match="has no convex conjugate"):
         sep.conjugate(normal(4))
 
@@ -196,8 +198,8 @@ def test_conjugate_is_convex(sep):
     assert (between <= chord + 1e-12).all()
 
 
-def test_power_that_is_known_beforehand():
-    """One program in place of three; the general arithmetic is right everywhere."""
+def test_a_power_known_in_advance():
+    """A known power compiles one branch of three; the general branch is right too."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)))
     for alpha, power in ((1.3, Power.GENERAL), (1.5, Power.SQUARE), (2, Power.LINEAR)):
         assert Power.of(np.full(2, alpha)) is power
@@ -237,7 +239,7 @@ def test_derivative_in_alpha(function, alpha):
 @pytest.mark.parametrize("power", [None, Power.GENERAL], ids=str)
 @pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0])
 def test_second_derivatives(alpha, power):
-    """Each against differences of first ones, whatever arithmetic `alpha` allows."""
+    """Second derivatives are differences of first ones, for every branch of `alpha`."""
     z, cotangent = normal(2, 5, seed=3)
     h = 1e-4
 
@@ -384,7 +386,7 @@ LEVELS = ([0.875, 0.875, 0.5, -1], [-0.25, -0.5, -2, -3], [0.7, 0.1, 0.3, 0.2])
 @every_dtype
 @pytest.mark.parametrize("jitted", [False, True])
 def test_any_inverse_temperature(sep, dtype, jitted):
-    """Inside of jit the product with `beta` is fused into what follows."""
+    """Inside of jit the product with `beta` is fused into the separation."""
     beta = jnp.asarray(BETAS, jnp.float32)[:, None] * jnp.ones((1, len(LEVELS)), "f")
     overlaps = jnp.broadcast_to(jnp.asarray(LEVELS, dtype), (len(BETAS), 3, 4))
     scaled = np.asarray(beta, np.float64)[..., None] * np.asarray(overlaps, np.float64)
@@ -404,7 +406,7 @@ def test_any_inverse_temperature(sep, dtype, jitted):
 @every_separation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_a_product_that_overflows(sep, dtype):
-    """The largest overlap has the weight, whatever becomes of the product."""
+    """The largest overlap has all weight, even if its product with beta overflows."""
     largest = float(jnp.finfo(dtype).max)
     overlaps = jnp.asarray(
         [[3, 3, 2, 1], [-4, -2, -2, -3], [1, -1, -1, -1]], dtype
@@ -533,8 +535,8 @@ def test_steep_derivatives_to_fifty_digits(alpha):
             for i, a in enumerate(s)
         ]
     for jacobian in (jax.jacfwd, jax.jacrev):
-        found = jax.jit(jacobian(Entmax(alpha)))(z)
-        np.testing.assert_allclose(found, exact, rtol=1e-7, atol=1e-12)
+        result = jax.jit(jacobian(Entmax(alpha)))(z)
+        np.testing.assert_allclose(result, exact, rtol=1e-7, atol=1e-12)
     rows = jnp.asarray([alpha, 1.5])  # mapped: either arithmetic, chosen by row
     gradient = jax.vmap(jax.jacrev(lambda a, z: Entmax(a)(z), (0, 1)), (0, None))
     assert_close(

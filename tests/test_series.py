@@ -26,9 +26,9 @@ def known(name):
 
 
 def split_of(name, in_len, out_len):
-    found = known(name)
-    where = data.borders(name, len(found.values))
-    return found, data.splits(found.values, where, in_len=in_len, out_len=out_len)
+    series = known(name)
+    where = data.borders(name, len(series.values))
+    return series, data.splits(series.values, where, in_len=in_len, out_len=out_len)
 
 
 # Known sets
@@ -43,13 +43,13 @@ def split_of(name, in_len, out_len):
     ],
 )
 def test_known_sets_are_whole(name, shape, minutes, first, last):
-    found = known(name)
-    assert found.values.shape == shape and found.values.dtype == np.float64
-    assert len(found.names) == shape[1] and found.dates.dtype == "datetime64[s]"
-    assert found.step == np.timedelta64(60 * minutes, "s") and not found.calendar
-    assert found.period == 24 * 60 // minutes
-    assert str(found.dates[0]) == first and str(found.dates[-1]) == last
-    assert found.following(2)[1] == found.dates[-1] + 2 * found.step
+    series = known(name)
+    assert series.values.shape == shape and series.values.dtype == np.float64
+    assert len(series.names) == shape[1] and series.dates.dtype == "datetime64[s]"
+    assert series.step == np.timedelta64(60 * minutes, "s") and not series.calendar
+    assert series.period == 24 * 60 // minutes
+    assert str(series.dates[0]) == first and str(series.dates[-1]) == last
+    assert series.following(2)[1] == series.dates[-1] + 2 * series.step
 
 
 def test_every_fourth_row_of_ettm1_is_etth1():
@@ -91,19 +91,21 @@ def test_unknown_names():
 
 
 def test_the_demo_is_a_house():
-    found = data.series("demo")
-    assert found.values.shape == (3000, 7) and np.isfinite(found.values).all()
-    np.testing.assert_array_equal(found.values, data.series("demo").values)
-    values = dict(zip(found.names, found.values.T, strict=True))
-    hours = found.dates.astype("datetime64[h]").astype(int) % 24
+    series = data.series("demo")
+    assert series.values.shape == (3000, 7) and np.isfinite(series.values).all()
+    np.testing.assert_array_equal(series.values, data.series("demo").values)
+    values = dict(zip(series.names, series.values.T, strict=True))
+    hours = series.dates.astype("datetime64[h]").astype(int) % 24
     assert (values["sun (W/m2)"][hours < 5] == 0).all()
     assert values["sun (W/m2)"].max() > 300
     heating, room = values["heating (kW)"], values["room (deg C)"]
     assert 0 < heating.min() and heating.max() < 9 and 18 < room.min() < room.max() < 23
     lag = np.corrcoef(values["outside (deg C)"][:-3], values["wall (deg C)"][3:])[0, 1]
     assert lag > 0.8  # the wall follows the air
-    split = data.splits(found.values, data.borders("demo", 3000), in_len=96, out_len=24)
-    fits = simple.baselines(split.train, period=found.period)
+    split = data.splits(
+        series.values, data.borders("demo", 3000), in_len=96, out_len=24
+    )
+    fits = simple.baselines(split.train, period=series.period)
     errors = {r["method"]: r["mse"] for r in simple.evaluate(fits, split.test)}
     assert errors["linear"] < 0.5 * errors["seasonal"] < 0.5 * errors["last value"]
 
@@ -159,9 +161,9 @@ def rows(dates, *columns):
 )
 def test_styles_of_dates(tmp_path, dates, first, step):
     quoted = [f'"{d}"' for d in dates]
-    found = data.read_series(write(tmp_path, rows(quoted), "own.csv.gz"))
-    assert found.dates[0] == np.datetime64(first) and found.names == ("a",)
-    assert found.step == step * HOUR and found.values[:, 0].tolist() == [
+    series = data.read_series(write(tmp_path, rows(quoted), "own.csv.gz"))
+    assert series.dates[0] == np.datetime64(first) and series.names == ("a",)
+    assert series.step == step * HOUR and series.values[:, 0].tolist() == [
         *range(len(dates))
     ]
 
@@ -196,11 +198,11 @@ def test_styles_of_dates(tmp_path, dates, first, step):
     ],
     ids=lambda x: x[0] if isinstance(x, list) else str(x),
 )
-def test_dates_go_on_by_the_calendar(tmp_path, dates, calendar, following, period):
-    found = data.read_series(write(tmp_path, rows(dates)))
-    assert found.calendar == calendar and found.period == period
-    assert found.following(1)[0] == np.datetime64(following)
-    dates = np.concatenate([found.dates, found.following(40)])
+def test_dates_continue_by_the_calendar(tmp_path, dates, calendar, following, period):
+    series = data.read_series(write(tmp_path, rows(dates)))
+    assert series.calendar == calendar and series.period == period
+    assert series.following(1)[0] == np.datetime64(following)
+    dates = np.concatenate([series.dates, series.following(40)])
     again = data.read_series(write(tmp_path, rows(dates)))  # its continuation is one
     assert again.calendar == calendar and len(again.values) == len(dates)
 
@@ -348,10 +350,10 @@ def test_bad_files(tmp_path, case):
         data.read_series(path)
     assert "own.csv" in str(error.value) and "\n" not in str(error.value)
     if options:
-        found = data.series(str(path), **options)
-        assert found.values.shape == (len(expected), 1)
-        np.testing.assert_allclose(found.values[:, 0], expected)
-        assert (np.diff(found.dates) > 0 * HOUR).all()
+        series = data.series(str(path), **options)
+        assert series.values.shape == (len(expected), 1)
+        np.testing.assert_allclose(series.values[:, 0], expected)
+        assert (np.diff(series.dates) > 0 * HOUR).all()
 
 
 def test_days_in_local_time(tmp_path):
@@ -359,16 +361,16 @@ def test_days_in_local_time(tmp_path):
     days = np.datetime64("2023-01-01") + np.arange(200)
     change = np.datetime64("2023-03-26")
     dates = [f"{d}T00:00:00+0{1 + (d > change)}:00" for d in days]
-    found = data.read_series(write(tmp_path, rows(dates)))
-    assert (found.step, found.calendar, found.period) == (24 * HOUR, "", 7)
-    np.testing.assert_array_equal(found.dates, days)
-    assert found.zone == "+02:00"
-    assert found.following(1)[0] == np.datetime64("2023-07-20")
+    series = data.read_series(write(tmp_path, rows(dates)))
+    assert (series.step, series.calendar, series.period) == (24 * HOUR, "", 7)
+    np.testing.assert_array_equal(series.dates, days)
+    assert series.zone == "+02:00"
+    assert series.following(1)[0] == np.datetime64("2023-07-20")
 
     firsts = np.arange("2023-01", "2023-07", dtype="datetime64[M]")
     dates = [f"{d}-01T00:00+0{1 + (i > 2)}:00" for i, d in enumerate(firsts)]
-    found = data.read_series(write(tmp_path, rows(dates)))
-    assert found.calendar == "months" and (found.dates == firsts).all()
+    series = data.read_series(write(tmp_path, rows(dates)))
+    assert series.calendar == "months" and (series.dates == firsts).all()
     dates[3] = dates[3].replace("T00:00", "T00:20")
     with pytest.raises(ValueError, match="line 5: 2023-04-01 00:20:00 does not lie on"):
         data.read_series(write(tmp_path, rows(dates)))
@@ -381,10 +383,10 @@ def test_hours_with_offsets_over_the_changes(tmp_path, first):
     summer = (utc >= change) == (first < "2023-06")
     local = utc + (1 + summer).astype("timedelta64[h]")
     dates = [f"{d}:00+0{1 + s}:00" for d, s in zip(local, summer, strict=True)]
-    found = data.read_series(write(tmp_path, rows(dates)))
-    assert found.step == HOUR and not found.calendar
-    assert found.dates[-1] == local[-1] and found.following(1)[0] == local[-1] + HOUR
-    assert (np.diff(found.dates) == HOUR).all()
+    series = data.read_series(write(tmp_path, rows(dates)))
+    assert series.step == HOUR and not series.calendar
+    assert series.dates[-1] == local[-1] and series.following(1)[0] == local[-1] + HOUR
+    assert (np.diff(series.dates) == HOUR).all()
     del dates[1]  # the error shows dates of the file
     shown = str(local[0]).replace("T", " ")
     with pytest.raises(ValueError, match=f"follows {shown}:00:00, with a step of 1 ho"):
@@ -422,8 +424,8 @@ def test_years(tmp_path):
     path = write(tmp_path, rows(range(1950, 1990)))
     assert data.read_series(path).dates[-1] == np.datetime64("1989")
     path = write(tmp_path, rows(range(1500, 1560)))
-    found = data.read_series(path, date_format="%Y")
-    assert found.steps == "12 months" and found.dates[0] == np.datetime64("1500")
+    series = data.read_series(path, date_format="%Y")
+    assert series.steps == "12 months" and series.dates[0] == np.datetime64("1500")
 
 
 @pytest.mark.parametrize("marker", ["-9999", "-9999.0", "?", "-", "--", ".", "n.a."])
@@ -435,27 +437,29 @@ def test_markers_of_missing_values(tmp_path, marker):
     dates = np.datetime64("2020-01-01", "h") + np.arange(300)
     path = write(tmp_path, rows(dates, values))
     if marker.startswith("-9999"):
-        said = r"column 'a': -9999 \(3 times\) is 1000 .* missing_values=\('-9999',\)"
-        with pytest.warns(UserWarning, match=said):
+        message = (
+            r"column 'a': -9999 \(3 times\) is 1000 .* missing_values=\('-9999',\)"
+        )
+        with pytest.warns(UserWarning, match=message):
             assert data.read_series(path).values.min() == -9999
     else:
-        said = re.escape(f"{marker!r} is no number; if it marks a missing value, ")
-        said += re.escape(f"missing_values=({marker!r},) says so")
-        with pytest.raises(ValueError, match=f"line 22, column 'a': {said}"):
+        message = re.escape(f"{marker!r} is no number; if it marks a missing value, ")
+        message += re.escape(f"missing_values=({marker!r},) says so")
+        with pytest.raises(ValueError, match=f"line 22, column 'a': {message}"):
             data.read_series(path)
     declared = (-9999, "?", "-", "--", ".", "N.A.")
     with pytest.raises(ValueError, match=r"line 22, .* is missing \(3 are\)"):
         data.read_series(path, missing_values=declared)
-    found = data.read_series(path, missing_values=declared, missing="interpolate")
-    values = found.values[:, 0]
+    series = data.read_series(path, missing_values=declared, missing="interpolate")
+    values = series.values[:, 0]
     assert 4 <= values.min() and values[20] == np.mean(values[[19, 21]])
 
 
 @pytest.mark.parametrize("cell", ["#N/A", "<NA>", "NaN", "null"])
 def test_common_words_for_missing_values(tmp_path, cell):
     path = write(tmp_path, rows(GOOD, (1, cell, 3, 4)))
-    found = data.read_series(path, missing="interpolate")
-    assert found.values[:, 0].tolist() == [1, 2, 3, 4]
+    series = data.read_series(path, missing="interpolate")
+    assert series.values[:, 0].tolist() == [1, 2, 3, 4]
 
 
 NUMBERS = [  # C2-18: delimiter, cells, values as read, or the two that fit
@@ -475,7 +479,7 @@ NUMBERS = [  # C2-18: delimiter, cells, values as read, or the two that fit
 
 
 @pytest.mark.parametrize(("delimiter", "cells", "expected"), NUMBERS)
-def test_decimal_marks_are_those_of_all_cells(tmp_path, delimiter, cells, expected):
+def test_decimal_marks_are_decided_by_all_cells(tmp_path, delimiter, cells, expected):
     cells = cells.split()
     dates = np.datetime64("2020-01-01") + np.arange(len(cells))
     lines = [f"date{delimiter}a"]
@@ -484,8 +488,8 @@ def test_decimal_marks_are_those_of_all_cells(tmp_path, delimiter, cells, expect
     if isinstance(expected, list):
         assert data.read_series(path).values[:, 0].tolist() == expected
         return
-    said = rf"line 3, column 'a': {cells[1]!r} is [\d.]+ or [\d.]+, and .* 'comma'"
-    with pytest.raises(ValueError, match=said) as error:
+    message = rf"line 3, column 'a': {cells[1]!r} is [\d.]+ or [\d.]+, and .* 'comma'"
+    with pytest.raises(ValueError, match=message) as error:
         data.read_series(path)
     assert all(f" {x}" in str(error.value) for x in expected)
     point, comma = (
@@ -505,8 +509,8 @@ def test_a_cell_is_shown_as_it_stands(tmp_path):
     path = write(
         tmp_path, "date;a\n2020-01-01;1.5\n2020-01-02;1.234,56\n2020-01-03;2.5"
     )
-    said = "'1.234,56' is no number with a decimal point, but with a decimal comma"
-    with pytest.raises(ValueError, match=f"line 3, column 'a': {said}"):
+    message = "'1.234,56' is no number with a decimal point, but with a decimal comma"
+    with pytest.raises(ValueError, match=f"line 3, column 'a': {message}"):
         data.read_series(path)
     with pytest.raises(ValueError, match="unknown decimal ','; choose one of auto, po"):
         data.read_series(path, decimal=",")
@@ -514,8 +518,8 @@ def test_a_cell_is_shown_as_it_stands(tmp_path):
 
 def test_other_files(tmp_path):
     path = write(tmp_path, "date;a\n01.02.2020;1,5\n02.02.2020;2,5\n03.02.2020;3,5\n")
-    found = data.read_series(path, date_format="%d.%m.%Y")
-    assert found.values[:, 0].tolist() == [1.5, 2.5, 3.5]
+    series = data.read_series(path, date_format="%d.%m.%Y")
+    assert series.values[:, 0].tolist() == [1.5, 2.5, 3.5]
     path = write(tmp_path, "\ufeffdate\ta\n\n" + rows(DAYS)[7:].replace(",", "\t"))
     assert data.read_series(path).names == ("a",)
     with pytest.raises(ValueError, match="holds 1 rows, a series needs at least 3"):
@@ -589,11 +593,11 @@ STEPS = {"etth1": 524, "ettm1": 2144, "wth": 1244}  # of 16 windows, L 168
 def test_borders_and_counts_of_the_known_sets(name, length, in_len, out_len, expected):
     where = data.borders(name, length)
     values = np.random.default_rng(0).random((length, 1))
-    found = data.splits(values, where, in_len=in_len, out_len=out_len)
-    assert (found.train.size, found.validation.size, found.test.size) == expected
+    splits = data.splits(values, where, in_len=in_len, out_len=out_len)
+    assert (splits.train.size, splits.validation.size, splits.test.size) == expected
     if in_len == 168:
-        assert -(-found.train.size // 16) == STEPS[name]
-    assert found.test.start + in_len == where.test[0] == where.validation[1]
+        assert -(-splits.train.size // 16) == STEPS[name]
+    assert splits.test.start + in_len == where.test[0] == where.validation[1]
     with pytest.raises(ValueError, match=f"borders of {name} need .* series has 100"):
         data.borders(name, 100)
 
@@ -611,18 +615,18 @@ def test_scaling_knows_the_train_rows_alone():
     values = np.random.default_rng(0).normal(5.0, 3.0, (1000, 3))
     values[:, 2] = 0.1  # constant
     where = data.borders("own", 1000)
-    found = data.splits(values, where, in_len=20, out_len=5)
+    splits = data.splits(values, where, in_len=20, out_len=5)
     changed = values.copy()
     changed[700:, :2] *= 100
     other = data.splits(changed, where, in_len=20, out_len=5)
-    for ours, theirs in zip(found.scaler, other.scaler, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    np.testing.assert_array_equal(found.train.rows, other.train.rows)
-    train = found.train.rows.astype(np.float64)
+    for statistic, other_statistic in zip(splits.scaler, other.scaler, strict=True):
+        np.testing.assert_array_equal(statistic, other_statistic)
+    np.testing.assert_array_equal(splits.train.rows, other.train.rows)
+    train = splits.train.rows.astype(np.float64)
     np.testing.assert_allclose(train.mean(0), 0, atol=1e-6)
     np.testing.assert_allclose(train[:, :2].std(0), 1, rtol=1e-6)
-    assert found.train.rows.dtype == np.float32 and found.scaler.deviation[2] == 1
-    back = found.scaler.unscaled(found.test.rows)
+    assert splits.train.rows.dtype == np.float32 and splits.scaler.deviation[2] == 1
+    back = splits.scaler.unscaled(splits.test.rows)
     np.testing.assert_allclose(back, values[780:], rtol=1e-5, atol=1e-5)
 
 
@@ -633,10 +637,10 @@ def test_constant_but_for_rounding(tmp_path):
     values[750:] = 16
     values[:, 1] = 1e6 + 1e-3 * (np.arange(1000) % 2)
     where = data.borders("own", 1000)
-    found = data.splits(values, where, in_len=20, out_len=5)
-    assert found.scaler.deviation[0] == 1
-    assert found.scaler.deviation[1] == pytest.approx(5e-4, rel=1e-4)
-    assert np.abs(found.test.rows[:, 0]).max() <= 1.38001
+    splits = data.splits(values, where, in_len=20, out_len=5)
+    assert splits.scaler.deviation[0] == 1
+    assert splits.scaler.deviation[1] == pytest.approx(5e-4, rel=1e-4)
+    assert np.abs(splits.test.rows[:, 0]).max() <= 1.38001
     hours = np.datetime64("2020-01-01", "h") + np.arange(700)
     path = write(tmp_path, rows(hours, *values[:700].T.tolist()))
     with pytest.raises(ValueError, match="column 'a' is 14.62 in every row"):
@@ -673,10 +677,12 @@ DIGITS = 5.1e-4  # half of the third
 )
 def test_baselines_equal_the_reference(name, out_len, last, mean, seasonal, linear):
     series, split = split_of(name, 168, out_len)
-    found = simple.baselines(split.train, period=series.period)
+    models = simple.baselines(split.train, period=series.period)
     if name == "etth1":  # the reference fits some 4,000 windows at most, we fit all
-        found["as the reference"] = explicit_fit(split.train, 2 if out_len < 720 else 1)
-    records = simple.evaluate(found, split.test)
+        models["as the reference"] = explicit_fit(
+            split.train, 2 if out_len < 720 else 1
+        )
+    records = simple.evaluate(models, split.test)
     errors = {row["method"]: (row["mse"], row["mae"]) for row in records}
     assert {row["windows"] for row in records} == {split.test.size}
     np.testing.assert_allclose(errors["last value"], last, atol=DIGITS)
@@ -700,14 +706,14 @@ def explicit_fit(train, stride=1):
     return simple.Linear(np.linalg.solve(gram, x.T @ y))
 
 
-def test_the_linear_map_is_that_of_all_windows():
+def test_the_linear_map_is_fitted_to_all_windows():
     values = np.random.default_rng(0).normal(size=(150, 3)).cumsum(0)
     train = data.splits(values, data.borders("own", 150), in_len=7, out_len=11).train
-    ours, theirs = simple.fit_linear(train), explicit_fit(train)
-    np.testing.assert_allclose(ours.weights, theirs.weights, rtol=1e-8, atol=1e-10)
+    fitted, explicit = simple.fit_linear(train), explicit_fit(train)
+    np.testing.assert_allclose(fitted.weights, explicit.weights, rtol=1e-8, atol=1e-10)
 
 
-def test_forecasts_are_what_they_say():
+def test_simple_forecasts_by_hand():
     inputs = np.random.default_rng(0).normal(size=(2, 6, 3))
     last = simple.LastValue(4)(inputs)
     mean = simple.WindowMean(4)(inputs)
@@ -721,7 +727,7 @@ def test_forecasts_are_what_they_say():
 
 
 @pytest.mark.parametrize("block", [1, 2, 100])
-def test_the_test_set_is_whole_whatever_the_block(block):
+def test_the_test_set_is_whole_for_every_block(block):
     rows = np.asarray([0, 1, 2, 3, 4, 9], np.float32)[:, None]
     split = data.Windows(rows, 0, 1, 1)  # UC-34: five windows, errors 1, 1, 1, 1, 5
     (row,) = simple.evaluate({"last": simple.LastValue(1)}, split, block=block)

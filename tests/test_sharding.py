@@ -1,3 +1,5 @@
+"""Memories sharded over devices and processes give the results of one device."""
+
 import os
 import socket
 import subprocess
@@ -9,7 +11,7 @@ from conftest import FAST, ROOT
 
 from uhop_jax import memory_mesh, shard_memories
 
-# Runs in processes of its own, as 8 devices of one or 2 of two.
+# Runs in separate processes: one process of 8 devices, or two of 2 devices.
 WORK = """
 import functools, os, re, sys
 import jax
@@ -30,8 +32,8 @@ memories, query = rng.normal(size=(123, 16)), rng.normal(size=(5, 16))
 def gathered(program, size):
     "Sizes of what is gathered that are those of the memories or larger."
     pattern = r"= [a-z0-9]+\\[([0-9,]+)\\][^ ]* all-(?:gather|to-all)(?:-start)?[(]"
-    found = re.findall(pattern, program.as_text())
-    return [x for x in found if np.prod([int(n) for n in x.split(",")]) >= size]
+    shapes = re.findall(pattern, program.as_text())
+    return [x for x in shapes if np.prod([int(n) for n in x.split(",")]) >= size]
 
 def whole(x):
     return np.asarray(jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(
@@ -63,8 +65,8 @@ for fit in (functools.partial(uhop.fit, optimizer=sgd),
             functools.partial(uhop.fit_sgd, rate=0.03, path="gram")):
     @jax.jit
     def run(memories):
-        found = fit(memories, steps=20)
-        return found.kernel, found.loss
+        fitted = fit(memories, steps=20)
+        return fitted.kernel, fitted.loss
     assert not gathered(run.lower(split).compile(), stored.size), fit
     (kernel, loss), alone = run(split), run(jnp.asarray(stored))
     weights = jax.jit(lambda kernel: kernel.weights)
@@ -135,25 +137,25 @@ def fits(sets):
 
 def slopes_of(results):
     def losses(memories, parameters, queries, bags):
-        found = list(results(memories, parameters, queries, bags))
-        return sum((x**2).mean() for x in found), found
+        outputs = list(results(memories, parameters, queries, bags))
+        return sum((x**2).mean() for x in outputs), outputs
     return jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)
 
 def halves_of(results):
     def averaged(memories, parameters, *batch):
         replicated = jax.lax.pcast((memories, parameters), "data", to="varying")
-        (loss, found), slope = slopes_of(results)(*replicated, *batch)
-        return jax.lax.pmean((loss, slope), "data"), found
+        (loss, outputs), slope = slopes_of(results)(*replicated, *batch)
+        return jax.lax.pmean((loss, slope), "data"), outputs
     return jax.shard_map(
         averaged, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")),
         out_specs=((P(), P()), P("data")))
 
 arguments = memories, parameters, queries, bags
-jax.eval_shape(halves_of(results), *arguments)  # what JAX refuses, it refuses here
+jax.eval_shape(halves_of(results), *arguments)  # errors of tracing show here
 split = dict(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
 jax.eval_shape(jax.shard_map(fits, **split), bags)
-(loss, found), slope = jax.jit(slopes_of(few))(*arguments)
-whole = (loss, slope), found
+(loss, outputs), slope = jax.jit(slopes_of(few))(*arguments)
+whole = (loss, slope), outputs
 parts = jax.jit(halves_of(few))(*arguments)
 for part, whole in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
     np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)
@@ -211,7 +213,7 @@ def test_inside_of_shard_map_halves_equal_the_whole():
     assert process.returncode == 0 and "equal" in output, output[-3000:]
 
 
-def test_what_cannot_be_split_is_refused(untyped):
+def test_wrong_shards_are_refused(untyped):
     mesh = memory_mesh(1)
     with pytest.raises(ValueError, match=r"memories must have shape \(M, d\)"):
         shard_memories(np.zeros(3), mesh)

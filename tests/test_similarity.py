@@ -1,3 +1,5 @@
+"""Similarities, against definitions written out for one query at a time."""
+
 import dataclasses
 
 import jax
@@ -68,7 +70,7 @@ def each(similarities):
 
 
 def combines(similarity):
-    """Whether it is a distance of features, whose parts other cases cover."""
+    """Whether a similarity is a distance of features; other cases cover its parts."""
     return isinstance(similarity, DISTANCES) and similarity.kernel is not None
 
 
@@ -188,7 +190,7 @@ def test_gram(similarity):
 @slow_where(combines)
 @every_similarity
 @pytest.mark.parametrize("hidden", [3.0, jnp.nan])
-def test_what_is_not_observed_never_shows(similarity, hidden):
+def test_unobserved_components_never_show(similarity, hidden):
     memories, query = normal(COUNT, DIMENSION), normal(4, DIMENSION, seed=7)
     observed = jnp.asarray(np.random.default_rng(8).random((4, DIMENSION)) < 0.6)
     observed = observed.at[0].set(True).at[1].set(False)

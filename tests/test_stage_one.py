@@ -1,3 +1,5 @@
+"""Stage I: losses, gradient descent, closed form, likelihood, and U-Hop+."""
+
 import itertools
 import re
 
@@ -142,7 +144,7 @@ def test_loss_invariances(variant, features, scale, seed):
     scaled = jitted_loss(scale * features, **variant)
     if variant["normalize"]:
         assert_close(scaled, loss)
-    elif variant["kind"] != "deep":  # the larger the features, the lower
+    elif variant["kind"] != "deep":  # larger features have a lower loss
         assert (loss - scaled) * np.sign(scale - 1) >= -1e-10
 
 
@@ -167,7 +169,7 @@ def test_loss_is_not_convex(kind):
         separation_loss(memories @ w.T, kind=kind, normalize=False)
         for w in (weights, 0 * weights)
     )
-    assert middle > ends + 0.1  # a chord from -W to W runs below the middle
+    assert middle > ends + 0.1  # the chord from -W to W is below the loss at 0
 
 
 @few_examples
@@ -182,7 +184,7 @@ def test_average_loss_tends_to_the_maximum(features, normalize):
 
 
 @pytest.mark.parametrize("tau", [0.05, 0.1, 0.25, 1.0])
-def test_average_loss_is_that_of_u_hop_plus(tau):
+def test_average_loss_equals_the_loss_of_u_hop_plus(tau):
     features = draw(6, 4)
     unit = np.asarray(features) / np.linalg.norm(features, axis=-1, keepdims=True)
     cosines = (unit @ unit.T)[~np.eye(6, dtype=bool)]
@@ -206,7 +208,7 @@ def test_distances_of_far_features_do_not_cancel(far, kind):
     expected = naive_loss(far, t * d, pairs="distinct", **options)  # W = sqrt(d) I
     for path in ("weights", "gram"):
         fitted = fit_sgd(features, rate=1e-9, steps=1, path=path, **options)
-        assert_close(fitted.loss[0], expected, floor=5e-3)  # features have rounded
+        assert_close(fitted.loss[0], expected, floor=5e-3)  # the features are rounded
     if d == 1:
         moved = 1e-9 * d * 2 * t * (far[1] - far[0]) ** 2
         assert_close(fitted.kernel.weights, [1 + moved])
@@ -225,7 +227,7 @@ def simplex(vertices):
         ("maximum", simplex(14)),
         ("maximum", jnp.concatenate([jnp.eye(3), -jnp.eye(3)])),
         ("deep", jnp.eye(5)[:3]),
-        ("deep", simplex(3)),  # more than fit at right angles
+        ("deep", simplex(3)),  # more than can be orthogonal
     ],
 )
 def test_bound_of_the_loss_is_attained(kind, features):
@@ -365,7 +367,7 @@ def test_rates_are_numbers_or_schedules(rate):
 @pytest.mark.parametrize("path", ["gram", "weights"])
 def test_snapshots_are_shorter_runs(path):
     memories, options = draw(M, D), {"rate": 0.01, "path": path}
-    marks = (0, 8, 3, 0, 7, 7, 1, 2, 8)  # in any order, and repeated
+    marks = (0, 8, 3, 0, 7, 7, 1, 2, 8)  # unordered and repeated
     fitted = fit_sgd(memories, steps=8, snapshots=marks, **options)
     assert fitted.snapshots.weights.shape == (9, D, D)
     by_mark = dict(zip(marks, fitted.snapshots.weights, strict=True))
@@ -394,9 +396,7 @@ def test_rows_are_normalised_at_the_end_alone():
 
 @pytest.mark.parametrize("start", [None, LinearKernel(draw(9, D, seed=3))])
 @every_space
-def test_what_is_reported_last_is_of_the_kernel_with_its_rows_normalised(
-    variant, start
-):
+def test_the_last_report_is_of_the_kernel_with_normalised_rows(variant, start):
     memories = draw(M, D)
     options = dict(rate=0.05, steps=4, start=start, normalize_rows=True, t=1.3)
     gram, weights = (
@@ -519,7 +519,7 @@ def test_fit_is_a_loop_of_its_optimiser(standard_promotion):
     assert fitted.loss[-1] < fitted.loss[0]
 
 
-def test_numbers_do_not_compile_anew(compilations):
+def test_new_numbers_do_not_recompile(compilations):
     def run(seed, rate, t, momentum, mark):
         options = {"steps": 8, "t": t, "snapshots": 9 * [mark]}
         for path in ("gram", "weights"):
@@ -562,12 +562,12 @@ def test_closed_form_without_ridge_makes_memories_orthonormal(shape):
         features = LinearKernel(W).memory_features(Xi)
         assert_close(features @ features.T, np.eye(len(Xi)), scale=100)
         loss = separation_loss(features, kind="deep")
-        assert_close(loss, -4.0)  # 2 t (0 - 1), which nothing is below
+        assert_close(loss, -4.0)  # 2 t (0 - 1), the lowest loss
         assert loss < separation_loss(Xi, kind="deep") - 0.01
 
 
 def probabilities(counts):
-    """Shares in rows, leaning on pairs of bins by as much as leave-one-out says."""
+    """Row probabilities, smoothed towards pairs of bins by a leave-one-out weight."""
     K = len(counts)
     if K == 1:
         return np.ones((1, 1))
@@ -639,9 +639,9 @@ def test_likelihood_learns_from_two_million_values():
     )
 
 
-def test_bins_have_equal_mass_but_for_what_is_repeated():
-    # Most of what is not zero is within a hundredth of its range, as in scans, and a
-    # tenth of it is one value, which is too rare for an atom.
+def test_bins_have_equal_mass_except_for_repeated_values():
+    # Most nonzero values are within a hundredth of the range, as in scans. A tenth of
+    # them are one value, which is too rare for an atom.
     values = np.random.default_rng(0).uniform(size=(100, 300))
     grey = np.where(values < 0.7, 0, 1 - values**40)
     grey = jnp.asarray(np.where(values > 0.97, 0.99, grey))
@@ -672,9 +672,9 @@ def test_likelihood_is_near_the_limit(corrupt, rank, most):
     kernel = fit_likelihood(jax.random.key(2), memories, corrupt, rank=rank)
     state = retrieve(memories, query, beta=1.0, similarity=Dot(kernel)).state
     exact = posterior_mean(corrupt, memories, query)
-    found, limit = (((x - target) ** 2).sum(-1).mean() for x in (state, exact))
+    error, limit = (((x - target) ** 2).sum(-1).mean() for x in (state, exact))
     assert limit > 0.3
-    assert found < most * limit
+    assert error < most * limit
 
 
 @pytest.mark.parametrize(("number", "low"), [(20, 10), (25, 12)])
@@ -686,8 +686,8 @@ def test_likelihood_of_few_memories_learns_from_each(number, low):
     query = noise(jax.random.key(2), target)
     state = retrieve(memories, query, beta=1.0, similarity=Dot(kernel)).state
     exact = posterior_mean(noise, memories, query)
-    found, limit = (((x - target) ** 2).mean() for x in (state, exact))
-    assert found < 2 * limit
+    error, limit = (((x - target) ** 2).mean() for x in (state, exact))
+    assert error < 2 * limit
 
 
 def test_likelihood_of_a_value_inside_the_range():
@@ -738,7 +738,7 @@ def test_likelihood_retrieves_what_cosine_cannot():
 
 
 @pytest.mark.parametrize("hidden", [0.0, np.nan])
-def test_likelihood_of_known_masks_is_the_posterior_given_what_is_observed(hidden):
+def test_likelihood_of_known_masks_is_the_posterior_given_the_observed(hidden):
     def known_mask(key, x):
         query, observed = Mask(0.5, known=True)(key, x)
         return jnp.where(observed, query, hidden), observed
@@ -811,7 +811,7 @@ def test_annealing_is_reproducible_over_sets_and_keeps_the_best(standard_promoti
 
 @pytest.mark.parametrize("kind", ["average", "maximum", "deep"])
 def test_every_loss_moves_batches_of_single_precision(kind):
-    rng = np.random.default_rng(0)  # as many as images are, where sums round
+    rng = np.random.default_rng(0)  # as large as images, where sums round
     memories = jnp.asarray(rng.uniform(size=(2, 30, 80)), jnp.float32)
     fitted = fit_sgd(memories, rate=0.01, steps=5, kind=kind, path="gram")
     assert (fitted.loss[:, -1] < fitted.loss[:, 0]).all()
@@ -989,8 +989,8 @@ def test_annealing_and_adam_under_strict_promotion():
     memories = draw(M, D)
     annealed = fit_annealed(KEY, memories, steps=2, restarts=2)
     fitted = fit(memories, optimizer=optax.adam(0.1), steps=2)
-    for found in (annealed, fitted):
-        assert np.isfinite(found.loss).all() and found.loss[-1] < found.loss[0]
+    for result in (annealed, fitted):
+        assert np.isfinite(result.loss).all() and result.loss[-1] < result.loss[0]
 
 
 def test_likelihood_kernel_is_constant_to_derivatives():

@@ -65,7 +65,7 @@ def test_parameter_counts(series, horizon, scales, released, paper, uhop):
     model = functools.partial(count, series, 168, horizon, scales=scales)
     assert model() == paper
     assert model(kernel=kernels(256)) == uhop
-    dead = 3 * scales + 4 * (scales + 1)  # a scalar in each layer that nothing uses
+    dead = 3 * scales + 4 * (scales + 1)  # an unused scalar in each layer
     assert model(preset="released") == released - dead
 
 
@@ -119,14 +119,14 @@ def test_first_step_fills_the_first_segment():
 
 
 @pytest.mark.parametrize(
-    "segments, number, wanted",
+    "segments, number, order",
     [(3, 2, [0, 1, 2, 2]), (5, 4, [0, 1, 2, 3, 4, 2, 3, 4]), (1, 4, [0, 0, 0, 0])],
 )
-def test_merging_repeats_the_last_segments(segments, number, wanted):
+def test_merging_repeats_the_last_segments(segments, number, order):
     model = small(in_len=4 * segments, scales=2, merge=number)
     merge = model.merges[0]
     tokens = windows(1, segments, 8)
-    filled = jnp.take(tokens, jnp.asarray(wanted), axis=1)
+    filled = jnp.take(tokens, jnp.asarray(order), axis=1)
     whole = Merge.__call__(merge, filled)
     np.testing.assert_array_equal(merge(tokens), whole)
 
@@ -194,14 +194,14 @@ def test_gradient_of_alpha(alpha):
     assert np.isfinite(equal)
 
 
-def test_alpha_of_each_layer_starts_by_itself():
-    found = [p for path, p in nnx.to_flat_state(nnx.state(small())) if "alpha" in path]
-    raw = np.array([float(variable[...]) for variable in found])
+def test_alpha_of_each_layer_starts_at_its_own_value():
+    alphas = [p for path, p in nnx.to_flat_state(nnx.state(small())) if "alpha" in path]
+    raw = np.array([float(variable[...]) for variable in alphas])
     assert len(raw) == 11 and len(set(raw)) == 11 and np.abs(raw).max() < 4
 
 
 def permuted(model, order):
-    """The model that knows the series in another order."""
+    """A copy of the model with its series in another order."""
     copy = nnx.clone(model)
     for array in (copy.positions, copy.start):
         array[...] = array[...][order]
@@ -212,8 +212,8 @@ def permuted(model, order):
 def test_order_of_series(preset):
     model, order = small(preset=preset), jnp.asarray([2, 0, 1])
     x = windows(2, 12, 3)
-    found = permuted(model, order)(x[..., order])
-    difference = np.abs(found - model(x)[..., order]).max()
+    output = permuted(model, order)(x[..., order])
+    difference = np.abs(output - model(x)[..., order]).max()
     # The release mixes heads with tokens, so that it is not equivariant.
     assert difference < 1e-10 if preset == "paper" else difference > 1e-3
 
@@ -279,19 +279,19 @@ def test_plug_and_play_memory():
     plain = model(x)
     np.testing.assert_array_equal(model(x, bank=bank[:0]), plain)
     np.testing.assert_array_equal(model(x, bank=bank, bank_weight=0.0), plain)
-    found = model(x, bank=bank)
-    assert np.abs(found - plain).max() > 1e-3
-    assert_close(model(x, bank=bank[::-1]), found)
-    # What it reads, from the parts of the block.
+    output = model(x, bank=bank)
+    assert np.abs(output - plain).max() > 1e-3
+    assert_close(model(x, bank=bank[::-1]), output)
+    # The memory read by hand, from the parts of the block.
     block, tokens = model.encoder[0], model.embedded(x)
     over_time = block.over_time(tokens, None)
     stored = block.over_time(model.embedded(bank), None)
     memories = jnp.moveaxis(stored, 0, 1).reshape(3, -1, 8)
     for series in range(3):
         read = block.time(over_time[1, series], memories[series])
-        wanted = block.norms[0](over_time[1, series] + 0.5 * read)
+        expected = block.norms[0](over_time[1, series] + 0.5 * read)
         given = block._from_bank(over_time, memories, 0.5)[1, series]
-        assert_close(given, wanted)
+        assert_close(given, expected)
 
 
 def test_tune_and_play_memory():

@@ -1,3 +1,5 @@
+"""Saved files: bit for bit, safe against interruption, damage and foreign files."""
+
 import json
 import os
 import threading
@@ -118,19 +120,21 @@ def assert_same(actual, expected):
 
 @every_dtype
 @pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, make, dtype):
+def test_saved_objects_are_loaded_bit_for_bit(tmp_path, make, dtype):
     tree = make(dtype)
     path = save(tmp_path / "file.npz", tree)
     assert path == tmp_path / "file.npz"
     assert os.listdir(tmp_path) == ["file.npz"]
     assert_same(load(path), tree)
-    with np.load(path, allow_pickle=False) as file:  # bytes and JSON, nothing else
+    with np.load(
+        path, allow_pickle=False
+    ) as file:  # the file holds bytes and JSON only
         parts = dict(file)
     assert json.loads(str(parts.pop("description")))["uhop_jax"] == 1
     assert {part.dtype for part in parts.values()} <= {np.dtype(np.uint8)}
 
 
-def test_digits_that_are_lost_are_announced(tmp_path):
+def test_lost_digits_are_announced(tmp_path):
     path = save(tmp_path / "file", draw(2, 3, dtype=jnp.float64))
     with jax.enable_x64(False):
         with pytest.warns(UserWarning, match="holds float64, loaded as float32: set"):
@@ -199,7 +203,7 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch, fails):
 
 
 def test_of_several_writers_the_last_wins(tmp_path):
-    """Each has a temporary file of its own (C2-08)."""
+    """Each writer has its own temporary file (C2-08)."""
     memories = []
     for n in range(3):
         patterns = draw(64 * 2**n, 50, seed=n)
@@ -219,9 +223,9 @@ def test_of_several_writers_the_last_wins(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-        found = load(tmp_path / "memory.npz")
-        wanted = memories[len(found.patterns).bit_length() - 7]
-        np.testing.assert_array_equal(found.patterns, wanted.patterns)
+        loaded = load(tmp_path / "memory.npz")
+        expected = memories[len(loaded.patterns).bit_length() - 7]
+        np.testing.assert_array_equal(loaded.patterns, expected.patterns)
     assert not errors
     assert [path.name for path in tmp_path.iterdir()] == ["memory.npz"]
 
@@ -238,7 +242,7 @@ def test_of_several_writers_the_last_wins(tmp_path):
         (lambda: Dot({"a": 1}), "tree.kernel cannot be saved: got dict"),
     ],
 )
-def test_what_cannot_be_saved_is_refused(untyped, tmp_path, tree, message):
+def test_objects_that_cannot_be_saved_are_refused(untyped, tmp_path, tree, message):
     path = save(tmp_path / "file", KERNEL)
     with pytest.raises(ValueError, match=message):
         save(path, tree())
@@ -424,5 +428,5 @@ def test_a_kernel_with_nan_is_refused_at_the_edges(tmp_path):
             call()
     assert not list(tmp_path.iterdir())
     # The functional core lets NaN through, as any function of arrays.
-    found = retrieve(memories, memories, beta=1.0, similarity=Dot(wrong))
-    assert np.isnan(found.state).all()
+    result = retrieve(memories, memories, beta=1.0, similarity=Dot(wrong))
+    assert np.isnan(result.state).all()

@@ -1,3 +1,5 @@
+"""Streamed retrieval and growing memories, against direct retrieval."""
+
 import functools
 
 import jax
@@ -54,7 +56,7 @@ CASES = [(s, Dot()) for s in SEPARATIONS] + [
 
 
 def slow(*case):
-    """A combination of what others cover."""
+    """A slow case, whose parts other cases cover."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
@@ -84,12 +86,12 @@ def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
         strict=True,
     )
     for memories, own in pairs:
-        found = retrieve_streamed(
+        streamed = retrieve_streamed(
             memories, query, values=own, block=16, query_block=3, top=2, **options
         )
-        assert_close(found.state, direct.state, scale=100)
-        assert_close(found.weights, best, floor=1e-8)
-        np.testing.assert_array_equal(found.nearest[best > 0], index[best > 0])
+        assert_close(streamed.state, direct.state, scale=100)
+        assert_close(streamed.weights, best, floor=1e-8)
+        np.testing.assert_array_equal(streamed.nearest[best > 0], index[best > 0])
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,14 @@ def test_known_components_alone_are_compared(separation, similarity, tmp_path):
     options |= dict(similarity=similarity, observed=observed)
     direct = retrieve(jnp.asarray(MEMORIES), query, **options)
     for memories in sources(MEMORIES, tmp_path / "m.npy"):
-        found = retrieve_streamed(
+        streamed = retrieve_streamed(
             memories, query, block=16, query_block=3, top=1, **options
         )
-        assert_close(found.state, direct.state, scale=100)
-        assert_close(found.weights[..., 0], direct.weights.max(-1), floor=1e-8)
-        np.testing.assert_array_equal(found.nearest[..., 0], direct.weights.argmax(-1))
+        assert_close(streamed.state, direct.state, scale=100)
+        assert_close(streamed.weights[..., 0], direct.weights.max(-1), floor=1e-8)
+        np.testing.assert_array_equal(
+            streamed.nearest[..., 0], direct.weights.argmax(-1)
+        )
 
 
 @pytest.mark.parametrize("beta", [0.01, 0.3, 2.0])
@@ -132,9 +136,9 @@ def test_steep_weights_equal_the_direct_ones(beta):
         direct = retrieve(jnp.asarray(rows), query, **options)
         best, _ = jax.lax.top_k(direct.weights, 3)
         for source in (jnp.asarray(rows), rows):
-            found = retrieve_streamed(source, query, block=16, top=3, **options)
-            assert_close(found.state, direct.state, floor=1e-7)
-            assert_close(found.weights, best, floor=1e-7)
+            streamed = retrieve_streamed(source, query, block=16, top=3, **options)
+            assert_close(streamed.state, direct.state, floor=1e-7)
+            assert_close(streamed.weights, best, floor=1e-7)
 
 
 @pytest.mark.parametrize("alpha", [2.5, 3.0, 5.0])
@@ -144,11 +148,11 @@ def test_steep_gradients_equal_the_direct_ones(alpha):
         return (state * jnp.arange(float(D))[None, None]).sum()
 
     arguments = (jnp.asarray(MEMORIES), jnp.asarray(QUERY), 0.3, alpha)
-    found, direct = (
+    streamed, direct = (
         jax.jit(jax.grad(functools.partial(loss, run), (0, 1, 2, 3)))(*arguments)
         for run in (retrieve_streamed, retrieve)
     )
-    for a, b in zip(found, direct, strict=True):
+    for a, b in zip(streamed, direct, strict=True):
         size = jnp.abs(b).max()
         assert_close(a / size, b / size, floor=1e-8)
 
@@ -171,9 +175,9 @@ def test_gradient_with_known_components():
         return (function(memories, query, **options).state ** 2).sum()
 
     arguments = jnp.asarray(MEMORIES), jnp.asarray(QUERY)
-    ours = jax.grad(lambda *x: loss(retrieve_streamed, *x), (0, 1))(*arguments)
+    streamed = jax.grad(lambda *x: loss(retrieve_streamed, *x), (0, 1))(*arguments)
     direct = jax.grad(lambda *x: loss(retrieve, *x), (0, 1))(*arguments)
-    jax.tree.map(lambda a, b: assert_close(a, b, scale=100), ours, direct)
+    jax.tree.map(lambda a, b: assert_close(a, b, scale=100), streamed, direct)
 
 
 @pytest.mark.parametrize("block", [7, 101, None, *map(slow, (1, 100, 1000))])
@@ -182,9 +186,9 @@ def test_any_block(block, on_host):
     memories = MEMORIES if on_host else jnp.asarray(MEMORIES)
     options = dict(beta=1.0, separation=Sparsemax())
     query = jnp.asarray(QUERY)
-    found = retrieve_streamed(memories, query, block=block, **options)
+    streamed = retrieve_streamed(memories, query, block=block, **options)
     direct = retrieve(jnp.asarray(MEMORIES), query, **options)
-    assert_close(found.state, direct.state)
+    assert_close(streamed.state, direct.state)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,7 @@ def test_any_block(block, on_host):
     ],
     ids=label,
 )
-def test_gradients_equal_those_of_direct_retrieval(separation, similarity):
+def test_gradients_equal_the_gradients_of_direct_retrieval(separation, similarity):
     mask = jnp.arange(COUNT) % 7 > 0
     separation = jax.tree.map(jnp.asarray, separation)
     arrays = [jnp.asarray(x) for x in (MEMORIES, QUERY, VALUES)]
@@ -221,8 +225,8 @@ def test_gradients_equal_those_of_direct_retrieval(separation, similarity):
         return jax.jit(jax.grad(loss, argnums=tuple(range(6))))(*arguments)
 
     direct = gradients(retrieve)
-    found = gradients(retrieve_streamed, block=10, query_block=3)
-    for a, b in zip(*map(jax.tree.leaves, (found, direct)), strict=True):
+    streamed = gradients(retrieve_streamed, block=10, query_block=3)
+    for a, b in zip(*map(jax.tree.leaves, (streamed, direct)), strict=True):
         assert_close(a, b, scale=10)
 
 
@@ -230,25 +234,25 @@ def test_gradients_equal_those_of_direct_retrieval(separation, similarity):
 @pytest.mark.parametrize("separation", [*SEPARATIONS[:4], *map(slow, SEPARATIONS[4:])])
 def test_dtypes(separation, dtype):
     memories, query = (jnp.asarray(x, dtype) for x in (MEMORIES, QUERY))
-    found = retrieve_streamed(
+    streamed = retrieve_streamed(
         memories, query, beta=2.0, separation=separation, block=16, top=1
     )
     exact = retrieve(
         memories.astype(float), query.astype(float), beta=2.0, separation=separation
     )
-    assert found.state.dtype == found.weights.dtype == dtype
+    assert streamed.state.dtype == streamed.weights.dtype == dtype
     steep = 30 if separation == Entmax(3.0) else 4
-    assert_close(found.state, exact.state, scale=steep)
+    assert_close(streamed.state, exact.state, scale=steep)
 
 
 def test_half_precision_sums_in_float32():
     """Ten thousand equal weights: in float16 their sum would stand still at 2048."""
     memories = jnp.ones((10_000, 2), jnp.float16)
     for separation in (Softmax(), Sparsemax(), Entmax(1.5)):
-        found = retrieve_streamed(
+        streamed = retrieve_streamed(
             memories, jnp.ones(2, jnp.float16), beta=1.0, separation=separation
         )
-        assert_close(found.state, np.ones(2))
+        assert_close(streamed.state, np.ones(2))
 
 
 def test_short_exponential():
@@ -262,7 +266,7 @@ def test_short_exponential():
 
 
 @pytest.mark.parametrize("separation", SEPARATIONS[:5], ids=label)
-def test_nothing_of_the_size_of_all_overlaps_is_held(separation):
+def test_no_array_has_the_size_of_all_overlaps(separation):
     def run(memories, query):
         return retrieve_streamed(
             memories, query, beta=1.0, separation=separation, block=64
@@ -278,8 +282,8 @@ def test_nothing_of_the_size_of_all_overlaps_is_held(separation):
 def test_nan_in_a_memory_shows():
     memories = MEMORIES.copy()
     memories[50, 0] = np.nan
-    found = retrieve_streamed(memories, jnp.asarray(QUERY), beta=1.0)
-    assert jnp.isnan(found.state).any()
+    streamed = retrieve_streamed(memories, jnp.asarray(QUERY), beta=1.0)
+    assert jnp.isnan(streamed.state).any()
 
 
 def test_an_iterator_is_opened_once_for_every_pass():
@@ -289,9 +293,9 @@ def test_an_iterator_is_opened_once_for_every_pass():
         opened.append(1)
         return iter(np.split(MEMORIES, [3, 40]))
 
-    found = retrieve_streamed(blocks, jnp.asarray(QUERY), beta=1.0)
+    streamed = retrieve_streamed(blocks, jnp.asarray(QUERY), beta=1.0)
     direct = retrieve(jnp.asarray(MEMORIES), jnp.asarray(QUERY), beta=1.0)
-    assert_close(found.state, direct.state)
+    assert_close(streamed.state, direct.state)
     assert len(opened) == 1
 
 
@@ -404,22 +408,22 @@ def test_files_that_cannot_be_streamed(kind, tmp_path):
 def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     np.save(tmp_path / "home.npy", MEMORIES)
-    found = retrieve_streamed("~/home.npy", jnp.asarray(QUERY), beta=1.0)
+    streamed = retrieve_streamed("~/home.npy", jnp.asarray(QUERY), beta=1.0)
     direct = retrieve_streamed(MEMORIES, jnp.asarray(QUERY), beta=1.0)
-    np.testing.assert_array_equal(found.state, direct.state)
+    np.testing.assert_array_equal(streamed.state, direct.state)
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4"])
-def test_the_order_of_bytes_does_not_matter(dtype, tmp_path):
+def test_the_byte_order_does_not_matter(dtype, tmp_path):
     swapped = (MEMORIES * 4).astype(dtype)
     native = swapped.astype(swapped.dtype.newbyteorder("="))
     np.save(tmp_path / "x.npy", swapped)
     options = dict(query=jnp.asarray(QUERY), beta=1.0, separation=TopK(3), top=2)
     expected = retrieve_streamed(native, **options)
     for source in (swapped, tmp_path / "x.npy", lambda: iter([swapped])):
-        found = retrieve_streamed(source, **options)
-        for part, wanted in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(part, wanted)
+        streamed = retrieve_streamed(source, **options)
+        for part, expected_part in zip(streamed, expected, strict=True):
+            np.testing.assert_array_equal(part, expected_part)
 
 
 def test_host_memories_inside_jit_are_refused():
@@ -442,9 +446,9 @@ def test_a_growing_memory(tmp_path):
         jnp.asarray(MEMORIES[kept]), query, values=jnp.asarray(VALUES[kept]), **options
     )
     for one in (memory, uhop_jax.load(uhop_jax.save(tmp_path / "m", memory))):
-        found = one.retrieve(query, **options)
-        assert_close(found.state, expected.state)
-        assert_close(found.weights[..., memory.slots], expected.weights)
+        result = one.retrieve(query, **options)
+        assert_close(result.state, expected.state)
+        assert_close(result.weights[..., memory.slots], expected.weights)
 
 
 def test_a_thousand_additions_compile_a_logarithmic_number_of_times(compilations):

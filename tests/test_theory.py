@@ -1,4 +1,4 @@
-"""Each statement of the paper, as corrected, and that what is corrected is wrong."""
+"""Each statement of the paper as corrected, and counterexamples to printed ones."""
 
 import itertools
 import math
@@ -52,7 +52,8 @@ def features(x, similarity):
 def ball(seed, memories, similarity, distance, samples=64):
     """Patterns `(M, samples, d)` whose features lie at `distance` from a memory's.
 
-    Half of them towards another memory; bisection serves every feature map.
+    Half of the patterns lie towards another memory. Bisection finds the distance, for
+    every feature map.
     """
     rng, memories = np.random.default_rng(seed), np.asarray(memories)
     count = len(memories)
@@ -132,8 +133,8 @@ def test_a_limit_point_need_not_be_a_local_minimum():
     assert energy[1] < energy[0] - 1e-3
 
 
-# memories, query, beta, mu; found by a random search, which finds one in twenty stored
-# memories of four random patterns of the plane.
+# memories, query, beta, mu; from a random search over four patterns of the plane, which
+# finds a counterexample for one stored memory in twenty.
 NAIVE = (
     [[-0.595, 0.804], [0.546, 0.838], [-1.0, -0.024], [-0.554, -0.832]],
     [-0.9297, 0.1662],
@@ -181,7 +182,7 @@ def test_error_bounds_hold_in_the_ball_and_follow_from_one_another(similarity):
         assert (in_ball <= paper * slack).all()
 
 
-def test_the_error_bound_of_the_paper_says_nothing_for_the_closest_memories():
+def test_the_error_bound_of_the_paper_is_vacuous_for_the_closest_memories():
     for seed in range(20):
         memories = gaussian(seed, 5, 3)
         m = norm(memories).max()
@@ -218,7 +219,7 @@ def test_pattern_separation_is_the_smallest_lead_in_the_ball(similarity):
         assert_close(claimed, seen, floor=1e-8)
 
 
-def test_pattern_separation_at_the_memories_is_that_of_the_definition():
+def test_pattern_separation_at_the_memories_equals_the_definition():
     memories = gaussian(0, 5, 6)
     gram = np.asarray(memories @ memories.T)
     naive = [gram[i, i] - np.delete(gram[i], i).max() for i in range(5)]
@@ -361,7 +362,7 @@ def closest(memories):
     return 2 * theory.radius(memories)
 
 
-def test_distance_that_suffices_for_exact_retrieval_and_the_one_that_is_necessary():
+def test_sufficient_and_necessary_distances_for_exact_retrieval():
     separation, lost = uj.Entmax(1.5), 0
     for seed in range(10):
         memories, kernel = equal_feature_norms(seed)
@@ -473,7 +474,7 @@ def test_points_are_sampled_in_the_image_of_the_kernel_within_the_ball(similarit
             assert_close(points @ np.asarray(image @ image.T), points)
 
 
-def test_stored_agrees_with_what_is_proved():
+def test_stored_agrees_with_the_theorem():
     memories = unit(jnp.eye(6) - 1 / 12)
     radius = theory.radius(memories)
     good = theory.well_separated(memories, beta=60.0, distance=0.9 * radius)
@@ -509,14 +510,14 @@ def test_spherical_code_bounds_enclose_known_optimal_codes():
 
 
 @pytest.mark.parametrize("dimension", [3, 4, 8, 64])
-def test_spherical_code_bounds_are_inside_those_of_the_released_code(dimension):
+def test_spherical_code_bounds_are_inside_the_bounds_of_the_released_code(dimension):
     half = math.exp(math.lgamma((dimension + 1) / 2) - math.lgamma(dimension / 2))
     for size in (2 * dimension + 1, 10 * dimension, 1000 * dimension):
         lower, upper = theory.spherical_code_bounds(size, dimension)
         s = (2 * math.sqrt(math.pi) / size * half) ** (1 / (dimension - 1))
         # Gamma(D/2 + 1) = D/2 Gamma(D/2)
-        theirs = 0.5 * (s ** (dimension - 1) / dimension) ** (2 / (dimension - 1))
-        assert theirs <= lower <= upper <= 2 * s
+        released = 0.5 * (s ** (dimension - 1) / dimension) ** (2 / (dimension - 1))
+        assert released <= lower <= upper <= 2 * s
 
 
 # -- Metastable states -----------------------------------------------------------------
@@ -537,7 +538,7 @@ def test_metastable_size_and_effective_memories():
 
 
 def softmax(z):
-    """Over each column."""
+    """Softmax over each column."""
     p = np.exp(z - z.max(0))
     return p / p.sum(0)
 
@@ -643,7 +644,7 @@ def test_duplicates_have_radius_zero_and_no_positive_separation():
         assert (slack[jnp.array([1, 3])] < 0).all()
     good = theory.well_separated(memories, beta=100.0, distance=0.1)
     assert not good[jnp.array([1, 3])].any()
-    same = jnp.ones((2, 6))  # maps all balls to the one pattern, and stores none
+    same = jnp.ones((2, 6))  # maps all balls to one pattern, and stores none
     assert not theory.well_separated(same, beta=0.1, distance=0.1).any()
 
 
@@ -783,13 +784,13 @@ def test_all_can_be_traced_and_single_precision_stays(dtype):
 
 @pytest.mark.parametrize("similarity", BALL_SIMILARITIES[::2], ids=name)
 def test_bounds_have_the_slopes_of_finite_differences(similarity):
-    """Though each memory is at no distance of itself."""
+    """Slopes are finite, although each memory is at distance 0 from itself."""
 
     @jax.jit
     def statements(memories, beta, distance):
         s, x = similarity, memories
         slack = {"beta": beta, "separation": uj.Sparsemax(), "similarity": s}
-        found = (
+        values = (
             theory.radius(x, similarity=s),
             theory.pattern_separation(x, similarity=s),
             theory.pattern_separation(x, similarity=s, distance=distance),
@@ -798,7 +799,7 @@ def test_bounds_have_the_slopes_of_finite_differences(similarity):
             theory.exact_retrieval_slack(x, distance=distance, **slack),
             theory.weight_error_bound(x, x[:, 0] ** 2),
         )
-        return jnp.stack([part.sum() for part in found])
+        return jnp.stack([part.sum() for part in values])
 
     memories = gaussian(3, 4, 6) / 2
     point = memories, jnp.asarray(1.5), jnp.asarray(0.1)
@@ -818,7 +819,7 @@ def test_bounds_have_the_slopes_of_finite_differences(similarity):
     assert (abs(slopes) > 1e-3).all()
 
 
-def test_what_is_exact_at_any_distance_has_no_slope_in_beta():
+def test_a_distance_of_zero_has_no_slope_in_beta():
     def needed(beta):
         return theory.exact_retrieval_distance(
             None, beta=beta, separation=uj.TopK(1)

@@ -78,7 +78,7 @@ def script(*flags, devices=1, wait=True, **variables):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that is over, and what it printed."""
+    """The directory of a finished run."""
     workdir = tmp_path_factory.mktemp("finished")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         train_and_evaluate(tiny(seeds=(0, 1)), workdir)
@@ -131,7 +131,7 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
 
 
 def test_the_last_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
-    """No checkpoint is chosen by the test split: the number is that of the table."""
+    """The test split chooses no checkpoint: the table has the printed accuracy."""
     train_and_evaluate(tiny(seeds=(0, 1), eval_only=True), finished)
     printed = capsys.readouterr().out
     rows = records(finished / "results.csv")
@@ -144,10 +144,10 @@ def test_the_last_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
         pixels = (images.raw[number, ..., 0] * (255 // 16)).astype(np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
     train_and_evaluate(tiny(seeds=(0, 1), predict=str(tmp_path)), finished)
-    found = records(finished / "predictions.csv")
-    assert [row["image"] for row in found] == ["0.png", "1.png", "2.png"]
-    assert all(row["class"] in map(str, range(10)) for row in found)
-    assert all(0.1 <= float(row["probability"]) <= 1 for row in found)
+    predictions = records(finished / "predictions.csv")
+    assert [row["image"] for row in predictions] == ["0.png", "1.png", "2.png"]
+    assert all(row["class"] in map(str, range(10)) for row in predictions)
+    assert all(0.1 <= float(row["probability"]) <= 1 for row in predictions)
     (finished / "predictions.csv").unlink()
     Image.fromarray(np.zeros((9, 8), np.uint8)).save(tmp_path / "0.png")
     with pytest.raises(ValueError, match="takes images of 8 x 8 with 1 channels"):
@@ -170,7 +170,7 @@ def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
     phases = [row["phase"] for row in records(inner / "metrics.csv")]
     assert phases == ["stage_one", "task"]
     assert "max train acc. %" in capsys.readouterr().out
-    # Another arm later finds the others finished.
+    # A run with another arm keeps the finished arms.
     before = (inner / "metrics.csv").stat().st_mtime_ns
     changes |= {"arms": arms, "sizes": (20,)}
     train_and_evaluate(tiny(**changes), tmp_path)
@@ -190,7 +190,7 @@ def test_every_variant_runs_small(variant, tmp_path):
     assert len(records(tmp_path / "results.csv")) == 1
 
 
-def test_images_that_the_user_has(tmp_path, capsys):
+def test_images_of_the_user(tmp_path, capsys):
     """Class folders; grey and colour, sizes, empty classes are refused."""
     root = tmp_path / "mine"
     pixels = np.random.default_rng(0).integers(0, 255, (2, 2, 6, 8, 8), dtype=np.uint8)
@@ -202,9 +202,9 @@ def test_images_that_the_user_has(tmp_path, capsys):
                 picture.save(root / split / name / f"{n}.png")
     changes = {"data.name": str(root), "data.test_limit": 0, "sizes": (0,)}
     changes |= {"train.epochs": 1, "train.batch_size": 4}
-    found = labelled_images(str(root), split="test")
-    np.testing.assert_array_equal(found.raw[7, ..., 0], pixels[1, 1, 1])
-    assert found.classes == ("cat", "dog") and list(found.labels) == [0] * 6 + [1] * 6
+    images = labelled_images(str(root), split="test")
+    np.testing.assert_array_equal(images.raw[7, ..., 0], pixels[1, 1, 1])
+    assert images.classes == ("cat", "dog") and list(images.labels) == [0] * 6 + [1] * 6
     train_and_evaluate(tiny(**changes), tmp_path / "run")
     changes["predict"] = str(root / "test" / "dog")
     train_and_evaluate(tiny(**changes), tmp_path / "run")
@@ -257,7 +257,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("changes, message", WRONG)
-def test_wrong_configs_say_why_and_write_nothing(tmp_path, changes, message):
+def test_wrong_configs_are_refused_and_write_nothing(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         train_and_evaluate(tiny(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -282,13 +282,13 @@ def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
 
 
 def test_other_data_are_refused(finished, monkeypatch):
-    """One image that was swapped, for training, scores and predictions."""
+    """Two swapped images are refused in training, scores and predictions."""
 
     def swapped(source, *, split, directory):
-        found = labelled_images(source, split=split, directory=directory)
+        images = labelled_images(source, split=split, directory=directory)
         if split == "train":
-            found.raw[[0, 1]] = found.raw[[1, 0]]
-        return found
+            images.raw[[0, 1]] = images.raw[[1, 0]]
+        return images
 
     monkeypatch.setattr("uhop_jax.data.labelled_images", swapped)
     for changes in ({}, {"eval_only": True}, {"predict": str(finished)}):
@@ -311,7 +311,7 @@ def files_of(workdir):
     ],
     ids=["no last line", "a shorter number", "no file"],
 )
-def test_metrics_that_are_not_whole_are_refused(finished, tmp_path, cut, message):
+def test_damaged_metrics_are_refused(finished, tmp_path, cut, message):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     path = run / "metrics.csv"
@@ -328,7 +328,7 @@ def state_of(workdir):
     step = max(int(p.name) for p in path.iterdir() if p.name.isdecimal())
     reader = ocp.PyTreeCheckpointer()
     shapes = reader.metadata(path / str(step) / "default").item_metadata.tree
-    kind = ocp.RestoreArgs(restore_type=np.ndarray)  # whatever the devices were
+    kind = ocp.RestoreArgs(restore_type=np.ndarray)  # for any devices
     arguments = jax.tree.map(lambda _: kind, shapes)
     tree = reader.restore(path / str(step) / "default", restore_args=arguments)
     return step, tree
@@ -336,9 +336,9 @@ def state_of(workdir):
 
 def assert_same_run(one, two):
     assert (one / "metrics.csv").read_bytes() == (two / "metrics.csv").read_bytes()
-    (step, ours), (other, theirs) = state_of(one), state_of(two)
+    (step, state), (other, other_state) = state_of(one), state_of(two)
     assert step == other
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
@@ -350,7 +350,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
     damaged = files_of(run / "checkpoints" / "8")
     with pytest.raises(ValueError, match="checkpoint .*8 is damaged: the command that"):
         train_and_evaluate(tiny(seeds=(0, 1), eval_only=True), run)
-    # What others have put there is no checkpoint, and stays.
+    # A foreign file is no checkpoint, and stays.
     mine = run / "checkpoints" / "best_model" / "metrics" / "metrics"
     mine.parent.mkdir(parents=True)
     mine.write_text("no JSON")
@@ -363,7 +363,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
 
 @pytest.mark.parametrize("limit", [600, 3000, 20_000])
 def test_a_full_disk_is_one_sentence(tmp_path, limit):
-    """Files may grow to so many bytes: of tables, of checkpoints, of pictures."""
+    """A limit on file sizes stops tables, checkpoints and pictures."""
     program = f"""
 import resource, runpy, sys
 import uhop_jax.training
@@ -385,7 +385,7 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
         assert "run/checkpoints cannot be written (File too large)" in lines[0]
 
 
-def test_what_cannot_be_read_is_no_damage(finished, tmp_path, monkeypatch):
+def test_unreadable_checkpoints_are_not_called_damaged(finished, tmp_path, monkeypatch):
     """Too many open files, a missing permission: the run stops, checkpoints stay."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
@@ -409,7 +409,7 @@ def test_what_cannot_be_read_is_no_damage(finished, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_killed_and_continued_is_the_run_that_never_stopped(tmp_path, devices):
+def test_a_killed_and_continued_run_equals_an_uninterrupted_one(tmp_path, devices):
     """SIGKILL at a random moment, the same command again, bit for bit."""
     flags = [*FLAGS, "--config.train.epochs=4", "--config.model.dropout=0.2"]
     flags += ["--config.train.batch_size=8", "--config.stage_one.batch_size=8"]
@@ -453,10 +453,10 @@ def test_two_processes_train_as_one(tmp_path):
             process.kill()
     one, two = (records(tmp_path / name / "metrics.csv") for name in ("one", "two"))
     assert len(one) == len(two) == 2
-    for ours, theirs in zip(one, two, strict=True):
-        assert ours.pop("phase") == theirs.pop("phase")
-        for name, value in ours.items():
-            assert float(theirs[name]) == pytest.approx(float(value), abs=1e-5), name
+    for first, second in zip(one, two, strict=True):
+        assert first.pop("phase") == second.pop("phase")
+        for name, value in first.items():
+            assert float(second[name]) == pytest.approx(float(value), abs=1e-5), name
 
 
 def test_a_signal_saves_the_step_at_hand(tmp_path):
@@ -493,7 +493,7 @@ def test_the_table_of_arms_is_whole():
 
 @pytest.mark.filterwarnings("ignore:a patch of")
 def test_the_reference_runs_the_released_model(tmp_path):
-    """Its layer with Stage I and without, each seed on images that it draws."""
+    """The released layer with Stage I and without; each seed draws its own images."""
     changes = {"train.epochs": 1, "stage_one.epochs": 1, "patches": (8,)}
     changes |= {"model.num_heads": 1, "seeds": (0, 1), "data.held_out": 100}
     config = tiny("reference", **changes)

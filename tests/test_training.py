@@ -1,4 +1,4 @@
-"""Training steps: what each schedule moves, and that nothing depends on the machine."""
+"""Training steps: parameters that schedules move, and equality on any machine."""
 
 import os
 import subprocess
@@ -49,8 +49,8 @@ def standard_promotion():
 
 
 def digits(number=N):
-    found = labelled_images("digits", split="train")
-    return found._replace(raw=found.raw[:number], labels=found.labels[:number])
+    images = labelled_images("digits", split="train")
+    return images._replace(raw=images.raw[:number], labels=images.labels[:number])
 
 
 def trainer_of(arm="MHM + U-Hop", *, images=None, seeds=(0,), batch=8, **options):
@@ -75,7 +75,7 @@ def trainer_of(arm="MHM + U-Hop", *, images=None, seeds=(0,), batch=8, **options
 
 
 def run(trainer, state, *, epoch=0, on_device=True, phase="task"):
-    """An epoch."""
+    """Runs one epoch and returns its last state."""
     data = Data(trainer, on_device=on_device)
     part = Phase(phase, 1, trainer.steps_per_epoch)
     *_, (_, last) = data.run(state, part, epoch, 0)
@@ -109,12 +109,12 @@ def test_pieces_streams_and_seeds_equal_one_run():
     assert all(changed(whole.rest, run(trainer, trainer.init(), epoch=1).rest))
 
     together = trainer_of(crop=1, seeds=(3, 0))
-    found = host(run(together, together.init()))
-    ours = jax.tree.map(lambda x: x[1:], (found.kernels, found.rest, found.sums))
-    theirs = (whole.kernels, whole.rest, whole.sums)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    trained = host(run(together, together.init()))
+    later = jax.tree.map(lambda x: x[1:], (trained.kernels, trained.rest, trained.sums))
+    alone = (whole.kernels, whole.rest, whole.sums)
+    for a, b in zip(jax.tree.leaves(later), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
-    assert any((x[0] != x[1]).any() for x in jax.tree.leaves(found.rest))
+    assert any((x[0] != x[1]).any() for x in jax.tree.leaves(trained.rest))
 
 
 def test_an_epoch_sees_every_example_once():
@@ -188,7 +188,7 @@ def test_stage_one_steps_are_sgd_on_the_separation_loss():
 
 
 def squared_errors(errors, batch):
-    """A task whose example `i` has the error `errors[i]`, whatever the model."""
+    """A task whose example `i` has the error `errors[i]` under every model."""
 
     def build(rngs):
         return nnx.Linear(1, 1, rngs=rngs)
@@ -217,18 +217,18 @@ def squared_errors(errors, batch):
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 10])
 @pytest.mark.parametrize("on_device", [True, False])
-def test_the_test_split_is_whole_whatever_the_batch(batch, on_device):  # UC-34
+def test_the_test_split_is_whole_for_every_batch_size(batch, on_device):  # UC-34
     trainer = squared_errors([1, 1, 1, 1, 5], batch)
-    found = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
-    assert_close(found["loss"], [5.8], floor=1e-6)
-    np.testing.assert_allclose(np.sqrt(found["loss"]), [2.40831892], rtol=1e-7)
-    assert_close(found["right"], [0.8], floor=1e-6)
-    # A mean over batches, of which the last one counts as a full one.
+    scores = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
+    assert_close(scores["loss"], [5.8], floor=1e-6)
+    np.testing.assert_allclose(np.sqrt(scores["loss"]), [2.40831892], rtol=1e-7)
+    assert_close(scores["right"], [0.8], floor=1e-6)
+    # The mean over batches, in which a partial last batch counts as a full batch.
     split = trainer.task.test._replace(by_batch=True)
     trainer.task = trainer.task._replace(test=split)
-    found = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
-    wanted = {1: 5.8, 2: (1 + 1 + 25) / 3, 3: (1 + (1 + 25) / 2) / 2, 10: 5.8}
-    assert_close(found["loss"], [wanted[batch]], floor=1e-6)
+    scores = Data(trainer, on_device=on_device).evaluate(trainer.init(), "test")
+    expected = {1: 5.8, 2: (1 + 1 + 25) / 3, 3: (1 + (1 + 25) / 2) / 2, 10: 5.8}
+    assert_close(scores["loss"], [expected[batch]], floor=1e-6)
 
 
 DEVICES = """
@@ -238,15 +238,15 @@ from uhop_jax.training import Data
 jax.config.update("jax_numpy_rank_promotion", "allow")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 assert len(jax.devices()) == 8
-found = []
+results = []
 for devices in (jax.devices()[:1], jax.devices()):
     trainer = trainer_of(devices=devices)
     state = run(trainer, trainer.init())
     test = Data(trainer).evaluate(state, "test")
-    found.append(host((state, test)))
-for a, b in zip(*(jax.tree.leaves(x) for x in found), strict=True):
+    results.append(host((state, test)))
+for a, b in zip(*(jax.tree.leaves(x) for x in results), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-np.testing.assert_array_equal(found[0][1]["accuracy"], found[1][1]["accuracy"])
+np.testing.assert_array_equal(results[0][1]["accuracy"], results[1][1]["accuracy"])
 """
 
 
@@ -261,7 +261,7 @@ def test_eight_devices_equal_one():
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-def test_a_run_that_leaves_the_finite_stops_and_keeps_its_checkpoints(tmp_path):
+def test_a_run_with_infinite_loss_stops_and_keeps_its_checkpoints(tmp_path):
     trainer = trainer_of()
     goal, options = Goal(1, "accuracy"), Options(progress=False)
     train(trainer, goal, tmp_path, options=options)
@@ -294,7 +294,7 @@ def test_the_judged_checkpoint_is_kept_and_never_a_nan(tmp_path):
     ]
     trainer, goal = squared_errors([1, 2], 2), Goal(6, "loss", least=True)
     trainer.task = trainer.task._replace(validation=trainer.task.test)
-    for restarted in (False, True):  # in one go, and opened anew for each step
+    for restarted in (False, True):  # in one run, and restarted before each step
         directory = tmp_path / str(restarted)
         for step in range(1, 7):
             if step == 1 or restarted:
@@ -303,7 +303,7 @@ def test_the_judged_checkpoint_is_kept_and_never_a_nan(tmp_path):
             checkpoints.save(step, {"x": jnp.full(2, step)}, keep)
             if step == 6 or restarted:
                 checkpoints.close()
-        assert keep == 2  # of equal ones the first
+        assert keep == 2  # the first of equal epochs
         assert sorted(int(p.name) for p in directory.iterdir()) == [2, 5, 6]
         checkpoints = Checkpoints(directory, read_only=True)
         state = checkpoints.restore(2, {"x": jnp.zeros(2, jnp.int64)})
@@ -406,8 +406,8 @@ def test_with_one_memory_sparse_and_dense_are_one_model():
         model = ViH((4, 4, 1), 5, patch=4, size=8, rngs=nnx.Rngs(0), **options)
         graphdef, state = nnx.split(model)
         logits, pull = jax.vjp(lambda s: nnx.merge(graphdef, s)(images), state)
-        found = pull(jnp.sin(logits))[0]
-        return logits, jax.tree.leaves(nnx.filter_state(found, nnx.Not(KernelParam)))
+        slope = pull(jnp.sin(logits))[0]
+        return logits, jax.tree.leaves(nnx.filter_state(slope, nnx.Not(KernelParam)))
 
     dense = logits_and_slopes(separation="softmax")
     for options in ({"separation": "sparsemax"}, {"kernel": True}):
@@ -419,7 +419,7 @@ def test_with_one_memory_sparse_and_dense_are_one_model():
             assert_close(a, b)
 
 
-def test_kernels_are_what_stage_one_may_move():
+def test_kernels_are_the_parameters_of_stage_one():
     trainer = trainer_of()
     model = trainer.task.build(nnx.Rngs(0))
     _, kernels, _ = nnx.split(model, KernelParam, ...)
@@ -442,7 +442,11 @@ def test_each_seed_draws_its_own_examples_once_for_all_epochs():
         orders = [np.asarray(trainer.order(epoch)["task"]) for epoch in (0, 1)]
         stage = np.asarray(trainer.stage_order(0))
         for rows in orders:
-            assert rows.shape == (len(seeds), 3, 4)  # two in the last that do not count
+            assert rows.shape == (
+                len(seeds),
+                3,
+                4,
+            )  # the last batch has two examples for padding
         each = [{*r.ravel()[:10]} for r in orders[0]]
         for number, examples in enumerate(each):
             assert len(examples) == 10
@@ -450,18 +454,18 @@ def test_each_seed_draws_its_own_examples_once_for_all_epochs():
             assert {*stage[number].ravel()} == examples
         seen.append(each)
     assert seen[0][1] == seen[1][0] and seen[0][0] != seen[0][1]
-    # Judged without dropout, a seed sees what it is trained on.
+    # Evaluated without dropout, a seed sees its own training examples.
     arrays = trainer.place(dict(train.arrays))
     state = trainer.init()
-    found = trainer.evaluate(state, arrays, 10, train.take, drawn=True)
+    scores = trainer.evaluate(state, arrays, 10, train.take, drawn=True)
     rows = np.asarray(sorted(seen[1][0]))
     part = {name: jnp.asarray(x[rows]) for name, x in train.arrays.items()}
-    wanted = trainer.evaluate(state, part, 10, train.take)
-    assert_close(found["loss"], wanted["loss"], scale=10)
+    expected = trainer.evaluate(state, part, 10, train.take)
+    assert_close(scores["loss"], expected["loss"], scale=10)
 
 
-def test_a_last_batch_that_is_not_full_counts_what_it_holds():
-    """An epoch of two steps by hand: 5 examples, then 2 beside 3 that only fill up."""
+def test_a_partial_last_batch_counts_only_its_examples():
+    """An epoch of two steps by hand: 5 examples, then 2 examples and 3 for padding."""
     trainer = trainer_of("MHM")
     train, score = trainer.task.train._replace(size=7), trainer.task.score
     trainer = Trainer(
@@ -515,7 +519,7 @@ def test_one_patch_is_an_mlp_with_one_hidden_layer(reference):
     h = np.maximum(apply(layer.out, y), 0)
     h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5)
     assert_close(model(images), apply(model.head, h))
-    # A dropped weight leaves nothing of the image: one answer for all such draws.
+    # A dropped weight removes the image: all such draws have one answer.
     drawn = np.asarray(
         model(jnp.tile(images[:1], (400, 1, 1, 1)), key=jax.random.key(0))
     )
@@ -523,7 +527,7 @@ def test_one_patch_is_an_mlp_with_one_hidden_layer(reference):
     assert len(answers) == 2 and 20 <= counts.min() <= 60  # of 400, one in ten
 
 
-def test_start_values_are_those_of_the_release():
+def test_start_values_equal_the_start_values_of_the_release():
     """Uniform within 1 / sqrt(fan in) of zero; a class token from N(0, 1)."""
     model = ViH((8, 8, 1), 5, patch=4, size=64, rngs=nnx.Rngs(0))
     for layer, fan_in in (
@@ -545,7 +549,7 @@ def test_images_are_standardised_by_their_train_split():
     rng = np.random.default_rng(0)
     images = rng.integers(0, 200, (30, 5, 4, 3)).astype(np.uint8)
     images[..., 2] = 7  # without spread
-    found = np.asarray(standardised(jnp.asarray(images), channel_statistics(images)))
-    flat = found.reshape(-1, 3)
+    pixels = np.asarray(standardised(jnp.asarray(images), channel_statistics(images)))
+    flat = pixels.reshape(-1, 3)
     np.testing.assert_allclose(flat.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(flat.std(0), [1, 1, 0], atol=1e-5)

@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, what it has read, and that it is whole."""
+"""The directory of a run: its config, its data, and damaged or changed files."""
 
 import json
 import re
@@ -42,8 +42,10 @@ def test_a_directory_is_bound_to_config_and_data(tmp_path):
     refused("config.seed=0, this one has 1; give the flags", run, config_of(seed=1))
     refused("config.more=missing, this one has 3", run, config_of(more=3))
     grown = {"x.npy": fingerprint(np.arange(8.0).reshape(4, 2))}
-    wanted = r"another x.npy: it had shape \(3, 2\) and SHA-256 .*, now .* \(4, 2\) and"
-    refused(wanted, run, read=grown)
+    message = (
+        r"another x.npy: it had shape \(3, 2\) and SHA-256 .*, now .* \(4, 2\) and"
+    )
+    refused(message, run, read=grown)
     swapped = {"x.npy": fingerprint(np.arange(6.0).reshape(3, 2)[::-1])}
     refused("restore it, or choose another --workdir", run, read=swapped)
 
@@ -71,7 +73,7 @@ def test_files_of_others_are_left_alone(tmp_path):
         workdir.check(tmp_path / "file", config_of(), {})
 
 
-def test_a_run_that_has_finished_nothing_binds_no_one(tmp_path):
+def test_a_run_without_results_does_not_bind_its_directory(tmp_path):
     with pytest.raises(RuntimeError), claimed(tmp_path, config_of(), READ):
         (tmp_path / "checkpoints").mkdir()
         with claimed(tmp_path / "cell", config_of(), READ):  # as in a study
@@ -135,7 +137,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_table_that_was_changed_is_not_believed(tmp_path, damage):
+def test_a_changed_table_is_refused(tmp_path, damage):
     path = begun(tmp_path / "run") / "metrics.csv"
     text = damage(path.read_bytes())
     assert text != path.read_bytes()
@@ -147,7 +149,7 @@ def test_a_table_that_was_changed_is_not_believed(tmp_path, damage):
 
 
 def test_a_run_killed_while_writing_has_the_table_before(tmp_path, monkeypatch):
-    """Between the record and the table, and again when it goes on."""
+    """Killed between record and table, and again when the run continues."""
     path = begun(tmp_path / "run") / "metrics.csv"
 
     def killed(path, write):
