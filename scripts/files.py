@@ -203,7 +203,7 @@ def keep(name: str, workdir: Path) -> None:
 
 
 def draw(name: str) -> None:
-    """Draws the figure of a study anew, from its result file.
+    """Draws the figures of a study anew, from its result files.
 
     A forecast gets no figure: its result file does not hold the curves.
     """
@@ -222,9 +222,13 @@ def draw(name: str) -> None:
                 for epoch in (rows_of(f"{name}_curves") if name in CURVES else [])
                 if (epoch["arm"], epoch["size"]) == (cell.arm, cell.size)
             ]
-        parts = study.figures(histories, rows)["figure.png"]
         title = study.title + " (mean ± standard deviation)"
-        plotting.panels(path, parts, title=title)
+        for figure, parts in study.figures(histories, rows).items():
+            if figure == "figure.png":
+                plotting.panels(path, parts, title=title)
+            elif name in CURVES:
+                path = RESULTS / f"{name}_curves.png"
+                plotting.panels(path, parts, title=title)
 
 
 def curves(workdir: Path) -> list[dict[str, Any]]:
