@@ -128,11 +128,11 @@ def test_retrieve_names_the_error_and_writes_nothing(tmp_path):
     (tmp_path / "own.py").write_text(
         OWN.format(name="retrieval", variant="demo", change="config.runz = 3")
     )
-    huge = "--config.data.name=synthetic:sphere:1000000000"
+    huge = "--config.data.name=synthetic:sphere:999999999"
     wrong = {
         "--config=own.py": "unknown config key: config.runz; did you mean config.runs",
         "--config=configs/vision.py": "takes a config like configs/retrieval.py",
-        huge: "not enough memory for sizes of this config",
+        huge: "GiB are more than the mem",
         "--config.memories=(10,10)": "memories must name each once, got 10 twice",
         "--config.seed=-1": "seed must be at least 0, got -1",
     }

@@ -88,7 +88,7 @@ def test_without_a_network_the_error_comes_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("module", ["tensorflow_datasets", "tensorflow"])
 def test_a_missing_package_is_named(tmp_path, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=r"pip install -e '.\[data\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'uhop-jax\[data\]'"):
         data.images("mnist", directory=tmp_path)
 
 

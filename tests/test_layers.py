@@ -171,7 +171,7 @@ def test_a_traced_mask_of_other_numbers_gives_nan(dtype):
         wrong += [(0, -1e9), (0.5, 1), (-1, 1), (np.nan, 1), (0, -np.inf)]
     for mask in wrong:
         assert np.isnan(attend(jnp.asarray(mask, dtype))).all()
-        with pytest.raises(ValueError, match="mask must be boolean, or 1 for what may"):
+        with pytest.raises(ValueError, match="mask must be boolean, or 1 where a"):
             attention(query, keys, mask=jnp.asarray(mask, dtype))
 
 

@@ -21,7 +21,8 @@ def drawn(monkeypatch, tmp_path):
         saved = []
         for module in ("plotting", "_comparison"):
             monkeypatch.setattr(
-                f"uhop_jax.{module}.save", lambda figure, path: saved.append(figure)
+                f"uhop_jax.{module}.save",
+                lambda figure, path: saved.append(figure) or path.touch(),
             )
         function(tmp_path / "figure.png", *arguments, **options)
         return saved[0]

@@ -36,7 +36,7 @@ from uhop_jax.data.patterns import check_scale
 from uhop_jax.experiments import evaluation, methods, studies, sweep
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
-from uhop_jax.experiments.protocols import resolve
+from uhop_jax.experiments.protocols import meaning, resolve
 from uhop_jax.experiments.query import CalibratedMemory
 
 ROOT = Path(__file__).parent.parent
@@ -257,7 +257,7 @@ def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     printed = capsys.readouterr().out
     assert "error" in printed
     for name in {row["method"] for row in rows}:  # every word of the table is explained
-        assert f"\n{name:<26}{methods.meaning(name)}\n" in printed
+        assert f"\n{name:<26}{meaning(name)}\n" in printed
 
 
 @pytest.mark.parametrize("kinds", [("mask",), ("noise", "norm_noise")], ids=str)

@@ -320,24 +320,6 @@ def test_the_judged_checkpoint_is_kept_and_never_a_nan(tmp_path):
     assert best_epoch(rows, "validation_loss", False) == 5
 
 
-@pytest.mark.parametrize("least", [True, False])
-@pytest.mark.parametrize("losses", [[np.nan] * 3, [1.0, 3.0, 3.0, 1.0, 3.0, 2.0]])
-def test_the_best_epoch_is_the_one_whose_checkpoint_is_the_best(
-    losses, least, tmp_path
-):
-    for step, loss in enumerate(losses, start=1):
-        checkpoints = Checkpoints(tmp_path, metric="test_loss", least=least)
-        checkpoints.save(step, {"x": jnp.full(2, step)}, {"test_loss": loss})
-        checkpoints.close()
-    checkpoints = Checkpoints(tmp_path, metric="test_loss", least=least)
-    step, _ = checkpoints.best({"x": jnp.zeros(2, jnp.int64)})
-    checkpoints.close()
-    rows = [
-        {"phase": "task", "epoch": i + 1, "test_loss": x} for i, x in enumerate(losses)
-    ]
-    assert best_epoch(rows, "test_loss", least) == step
-
-
 def test_augmentation():
     images = jnp.arange(2 * 4 * 4, dtype=jnp.uint8).reshape(2, 4, 4, 1)
     keys = jax.random.split(jax.random.key(0), 40)

@@ -147,43 +147,6 @@ PAPER = (
 )
 
 
-_SIMILARITIES: dict[Any, str] = {
-    Dot: "dot product",
-    Cosine: "cosine",
-    NegativeSquaredL2: "squared l2 distance",
-    NegativeL2: "l2 distance",
-    NegativeL1: "l1 distance",
-}
-_FAMILIES = {
-    "centred": " of patterns less the mean of the memories",
-    "two-sided": " of memories and queries, each less their own mean",
-    "random": " of features of a Gaussian kernel",
-    "average": " of features learned by Stage I, average loss",
-    "maximum": " of features learned by Stage I, maximum loss",
-    "annealed": " of features learned by U-Hop+",
-    "closed": " of whitened patterns",
-    "likelihood": ", the log-likelihood learned from corrupted copies",
-}
-_OTHERS = {
-    CALIBRATED: "similarity, kernel and beta by `calibrate`, on corrupted copies",
-    LIMIT: "the posterior mean, which knows the corruption: the least expected error",
-}
-
-
-def meaning(name: str) -> str:
-    """Similarity and separation that the name of a method stands for, in words."""
-    if name in _OTHERS:
-        return _OTHERS[name]
-    methods = {method.name: method for method in (*PAPER, *FAIR)}
-    method = methods[name]
-    family = _FAMILIES[method.family.split()[0]] if method.family else ""
-    separation = type(method.separation).__name__.lower()
-    nearest = isinstance(method.separation, TopK)
-    return f"{_SIMILARITIES[method.similarity]}{family}; " + (
-        "the nearest memory alone" if nearest else separation
-    )
-
-
 def fit_kernels(
     families: Iterable[str],
     keys: Array,

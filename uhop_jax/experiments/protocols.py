@@ -10,7 +10,7 @@
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array
@@ -27,8 +27,14 @@ from uhop_jax.experiments.methods import (
     Settings,
 )
 from uhop_jax.kernels import Kernel
-from uhop_jax.separation import Polynomial, Softmax
-from uhop_jax.similarity import Dot, NegativeL1, NegativeL2
+from uhop_jax.separation import Polynomial, Softmax, TopK
+from uhop_jax.similarity import (
+    Cosine,
+    Dot,
+    NegativeL1,
+    NegativeL2,
+    NegativeSquaredL2,
+)
 
 
 class Protocol(NamedTuple):
@@ -80,6 +86,45 @@ METHODS: dict[str, tuple[Method, ...]] = {
     "paper": PAPER,
     "reference": REFERENCE,
 }
+
+
+_SIMILARITIES: dict[Any, str] = {
+    Dot: "dot product",
+    Cosine: "cosine",
+    NegativeSquaredL2: "squared l2 distance",
+    NegativeL2: "l2 distance",
+    NegativeL1: "l1 distance",
+    PositiveL2: "l2 distance, the farthest first",
+    PositiveL1: "l1 distance, the farthest first",
+}
+_FAMILIES = {
+    "centred": " of patterns less the mean of the memories",
+    "two-sided": " of memories and queries, each less their own mean",
+    "random": " of features of a Gaussian kernel",
+    "average": " of features learned by Stage I, average loss",
+    "maximum": " of features learned by Stage I, maximum loss",
+    "annealed": " of features learned by U-Hop+",
+    "closed": " of whitened patterns",
+    "likelihood": ", the log-likelihood learned from corrupted copies",
+}
+_OTHERS = {
+    CALIBRATED: "similarity, kernel and beta by `calibrate`, on corrupted copies",
+    LIMIT: "the posterior mean, which knows the corruption: the least expected error",
+}
+
+
+def meaning(name: str) -> str:
+    """Similarity and separation that the name of a method stands for, in words."""
+    if name in _OTHERS:
+        return _OTHERS[name]
+    methods = {method.name: method for method in (*REFERENCE, *FAIR)}
+    method = methods[name]
+    family = _FAMILIES[method.family.split()[0]] if method.family else ""
+    separation = type(method.separation).__name__.lower()
+    nearest = isinstance(method.separation, TopK)
+    return f"{_SIMILARITIES[method.similarity]}{family}; " + (
+        "the nearest memory alone" if nearest else separation
+    )
 
 
 def check(config: ConfigDict) -> None:

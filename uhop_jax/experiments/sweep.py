@@ -33,9 +33,14 @@ from uhop_jax.experiments.methods import (
     FAIR,
     LIMIT,
     fit_kernels,
-    meaning,
 )
-from uhop_jax.experiments.protocols import Protocol, check, protocol_of, resolve
+from uhop_jax.experiments.protocols import (
+    Protocol,
+    check,
+    meaning,
+    protocol_of,
+    resolve,
+)
 from uhop_jax.plotting import Comparison, Panel
 from uhop_jax.progress import Progress
 from uhop_jax.workdir import claimed, fingerprint, read_table, write_file, write_table

@@ -429,11 +429,11 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def best_epoch(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> int:
     """Number of the best epoch of the task, from 1, by the mean over seeds.
 
-    Of equal epochs the latest is best, since its checkpoint is kept. A value that is
-    not finite is best only if no value is finite. Without an epoch the number is 0.
+    Of equal epochs the first is best. A value that is not finite is best only if no
+    value is finite. Without an epoch the number is 0.
     """
     scores = _scores(rows, metric, least)
-    return len(scores) - int(scores[::-1].argmax()) if len(scores) else 0
+    return 1 + int(scores.argmax()) if len(scores) else 0
 
 
 def _scores(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> np.ndarray:
