@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from conftest import FAST, ROOT
@@ -208,6 +209,10 @@ def test_two_processes_equal_one():
             process.communicate()
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8),
+    reason="lax.custom_root of jax 0.7 refuses values that vary over a mesh",
+)
 def test_inside_of_shard_map_halves_equal_the_whole():
     process = start(2, 2, HALVES)
     output, _ = process.communicate(timeout=300)
