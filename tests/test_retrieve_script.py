@@ -505,11 +505,11 @@ def test_wrong_command_lines_exit_with_2_and_one_sentence(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_a_config_may_lie_at_home(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_a_config_may_lie_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     for flag in ("--config", "-config"):
         argument = command_line._with_full_path(f"{flag}=~/own.py:demo", {})
-        assert argument == f"{flag}=/home/me/own.py:demo"
+        assert argument == f"{flag}={tmp_path}/own.py:demo"
     assert command_line._with_full_path("--config.a=~b", {}) == "--config.a=~b"
 
 
