@@ -20,6 +20,7 @@ from ml_collections import ConfigDict, config_flags
 
 from uhop_jax._checks import check_choice, check_distinct
 from uhop_jax._files import user_path
+from uhop_jax.workdir import flattened
 
 # Types of all documented errors, beside too little memory.
 WRONG = (ValueError, OSError, OverflowError, FloatingPointError)
@@ -143,7 +144,7 @@ def check_config(config: ConfigDict, *names: str) -> None:
     known = shipped[name]
     if variant in module.VARIANTS:
         known = module.get_config(variant)
-    before, now = _leaves(known), _leaves(config)
+    before, now = flattened(known.to_dict()), flattened(config.to_dict())
     for key in sorted(now.keys() | before.keys()):
         if key not in before:
             near = difflib.get_close_matches(key, before, 1)
@@ -183,17 +184,6 @@ def _is_like(value: Any, shipped: Any) -> bool:
     if isinstance(shipped, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(shipped)
-
-
-def _leaves(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Values of a config by their full key, such as `data.name`."""
-    leaves: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, ConfigDict):
-            leaves |= _leaves(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
-    return leaves
 
 
 def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
@@ -277,7 +267,7 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
     source = shipped[config].read_text("utf-8")
     comments = dict(re.findall(r"^ +config\.([\w.]+) = .*  # (.+)$", source, re.M))
     lines = []
-    for key, value in _leaves(values).items():
+    for key, value in flattened(values.to_dict()).items():
         if key in ("variant", "task"):  # set by the file and the variant
             continue
         text = shlex.quote(str(value).replace("'", '"'))

@@ -76,7 +76,7 @@ def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
     record = _record(workdir)
     if not set(held) - {CONFIG, RECORD}:
         return
-    stored, given = _flat(saved), _flat(_plain(config))
+    stored, given = flattened(saved), flattened(_plain(config))
     for key in sorted(stored.keys() | given.keys()):
         old, new = stored.get(key, "missing"), given.get(key, "missing")
         if old != new:
@@ -282,12 +282,12 @@ def _in_words(entry: Any) -> str:
     return str(entry)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values of a tree by their full key, such as `data.name`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flattened(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat
