@@ -105,6 +105,9 @@ def test_progress_in_a_log_is_one_line_at_intervals(monkeypatch, capsys):
     assert lines[0] == "demo: 25 of 100 memory sets, 5 s, about 75 s left"
     assert [line.split(",")[1] for line in lines] == [" 5 s", " 15 s", " 35 s", " 75 s"]
     assert Progress("x", 9, "steps").line(4.0) == "x: 0 of 9 steps, 4 s"
+    early = Progress("x", 101, "steps")  # most of the time was compilation so far
+    early.advance(1)
+    assert early.line(6.0) == "x: 1 of 101 steps, 6 s"
     long = Progress("x", 100, "steps")
     long.advance(1)
     assert long.line(120.0) == "x: 1 of 100 steps, 2 min, about 3.3 h left"

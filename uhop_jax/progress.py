@@ -49,7 +49,10 @@ class Progress:
     def line(self, spent: float) -> str:
         """The line to print after `spent` seconds."""
         text = f"{self.title}: {self.done:,} of {self.total:,} {self.unit}"
-        if (fresh := self.done - self._before) > 0:
+        fresh = self.done - self._before
+        if (
+            fresh > 0 and 100 * fresh >= self.total - self._before
+        ):  # not compiling alone
             left = spent / fresh * (self.total - self.done)
             return f"{text}, {_time(spent)}, about {_time(left)} left"
         return f"{text}, {_time(spent)}"
