@@ -52,7 +52,7 @@ class Progress:
         fresh = self.done - self._before
         if (
             fresh > 0 and 100 * fresh >= self.total - self._before
-        ):  # not compiling alone
+        ):  # else compilation
             left = spent / fresh * (self.total - self.done)
             return f"{text}, {_time(spent)}, about {_time(left)} left"
         return f"{text}, {_time(spent)}"
