@@ -50,9 +50,7 @@ class Progress:
         """The line to print after `spent` seconds."""
         text = f"{self.title}: {self.done:,} of {self.total:,} {self.unit}"
         fresh = self.done - self._before
-        if (
-            fresh > 0 and 100 * fresh >= self.total - self._before
-        ):  # else compilation
+        if fresh > 0 and 100 * fresh >= self.total - self._before:  # else compilation
             left = spent / fresh * (self.total - self.done)
             return f"{text}, {_time(spent)}, about {_time(left)} left"
         return f"{text}, {_time(spent)}"
