@@ -172,25 +172,20 @@ def retrieval(
     products = jax.jit(lambda m, q: (q @ m.T) @ m)
     torch = peer("torch")
 
-    @jax.jit
-    def retrieve(m, q, separation, similarity):
-        return uhop.retrieve(
-            m, q, beta=1.0, separation=separation, similarity=similarity
-        ).state
-
+    retrieve = jax.jit(lambda model, m, q: uhop.retrieve(model, m, q).state)
     models = {
-        "dot, softmax": (uhop.Softmax(), uhop.Dot()),
-        "dot, sparsemax": (uhop.Sparsemax(), uhop.Dot()),
-        "dot, entmax 1.5": (uhop.Entmax(1.5), uhop.Dot()),
-        "cosine, softmax": (uhop.Softmax(), uhop.Cosine()),
-        "squared l2, softmax": (uhop.Softmax(), uhop.NegativeSquaredL2()),
+        "dot, softmax": uhop.Model(beta=1.0),
+        "dot, sparsemax": uhop.Model(separation=uhop.Sparsemax(), beta=1.0),
+        "dot, entmax 1.5": uhop.Model(separation=uhop.Entmax(1.5), beta=1.0),
+        "cosine, softmax": uhop.Model(uhop.Cosine(), beta=1.0),
+        "squared l2, softmax": uhop.Model(uhop.NegativeSquaredL2(), beta=1.0),
     }
     rows = []
     for count in counts:
         memories = jnp.asarray(rng.normal(size=(count, 256)), jnp.float32)
         calls: dict[str, Any] = {"two products": lambda m=memories: products(m, query)}
         for name, model in models.items():
-            calls[name] = lambda model=model, m=memories: retrieve(m, query, *model)
+            calls[name] = lambda model=model, m=memories: retrieve(model, m, query)
         calls["PyTorch, dot, softmax"] = None
         if torch is not None:
             m, q = (torch.tensor(np.asarray(x)) for x in (memories, query))

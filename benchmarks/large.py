@@ -100,7 +100,10 @@ def large(rounds: int) -> list[dict[str, Any]]:
             for name, separation in members.items():
                 calls[name] = lambda separation=separation, beta=beta: (
                     uhop.retrieve_streamed(
-                        path, query, beta=beta, separation=separation, block=BLOCK
+                        uhop.Model(separation=separation, beta=beta),
+                        path,
+                        query,
+                        block=BLOCK,
                     ).state
                 )
             title = f"M = {M}, d = {D}, {QUERIES} queries, beta {beta:g}, streamed"
@@ -112,8 +115,12 @@ def large(rounds: int) -> list[dict[str, Any]]:
             for beta in (2.0, 50.0):
                 options: Any = dict(beta=beta, separation=separation)
                 few = query[:16]
-                streamed = uhop.retrieve_streamed(path, few, block=BLOCK, **options)
-                direct = uhop.retrieve(jnp.asarray(memories), few, **options)
+                streamed = uhop.retrieve_streamed(
+                    uhop.Model(**options), path, few, block=BLOCK
+                )
+                direct = uhop.retrieve(
+                    uhop.Model(**options), jnp.asarray(memories), few
+                )
                 error = float(jnp.abs(streamed.state - direct.state).max())
                 print(f"  {name}, beta {beta:g}: {error:.1e} from direct retrieval")
     return rows

@@ -12,7 +12,7 @@ from theorems import Finding
 from verdicts import FAILS, HOLDS, NOT_AS_STATED, PARTLY
 
 import uhop_jax as uhop
-from uhop_jax import theory
+from uhop_jax import Model, theory
 from uhop_jax.experiments.protocols import falling_rates
 from uhop_jax.layers import KernelParam
 from uhop_jax.models import ViH
@@ -54,7 +54,9 @@ def conjugate() -> Finding:
     memories, states = theorems.gaussian(3, 10, 8), theorems.gaussian(4, 1000, 8)
 
     def rises(beta: float, factor: float) -> int:
-        after = uhop.retrieve(memories, states, beta=beta, separation=separation).state
+        after = uhop.retrieve(
+            uhop.Model(separation=separation, beta=beta), memories, states
+        ).state
         before, then = (
             0.5 * (x * x).sum(-1) - factor * separation.conjugate(beta * x @ memories.T)
             for x in (states, after)
@@ -75,18 +77,20 @@ def conjugate() -> Finding:
 def local_minimum() -> Finding:
     """A limit that is a saddle, and limits from random starts."""
     memories = jnp.asarray([[1.0, 0.0], [-1.0, 0.0]])
-    limit = uhop.retrieve(memories, jnp.asarray([0.0, 1.0]), beta=3.0).state
+    limit = uhop.retrieve(uhop.Model(beta=3.0), memories, jnp.asarray([0.0, 1.0])).state
     states = jnp.stack([limit, limit + jnp.asarray([0.1, 0.0])])
-    at, aside = map(float, uhop.energy(memories, states, beta=3.0))
+    at, aside = map(float, uhop.energy(uhop.Model(beta=3.0), memories, states))
     minima = total = 0
     for seed in range(10):
         stored, starts = (
             theorems.gaussian(seed, 6, 5),
             theorems.gaussian(seed + 10, 10, 5),
         )
-        limits = uhop.retrieve(stored, starts, beta=1.0, steps=1000).state
+        limits = uhop.retrieve(uhop.Model(beta=1.0), stored, starts, steps=1000).state
         bend = jax.vmap(
-            jax.hessian(lambda x, m=stored: uhop.energy(m, x[None], beta=1.0)[0])
+            jax.hessian(
+                lambda x, m=stored: uhop.energy(uhop.Model(beta=1.0), m, x[None])[0]
+            )
         )(limits)
         minima += int((jnp.linalg.eigvalsh(bend).min(-1) > -1e-6).sum())
         total += len(starts)
@@ -109,7 +113,7 @@ def condition_of_proof() -> Finding:
     need = 2 * t / (beta * (alpha - 1))
     met, turned = others <= need, others <= -need
     slack = theory.exact_retrieval_slack(
-        memories, beta=beta, separation=uhop.Entmax(alpha)
+        Model(separation=uhop.Entmax(alpha), beta=beta), memories
     )
     kept = slack >= 0
     same = bool((turned == kept).all())
@@ -127,13 +131,17 @@ def condition_of_proof() -> Finding:
 def mixture() -> Finding:
     """A fixed point that mixes memories, and memories on the sphere."""
     memories = jnp.asarray([[-1.0], [0.0], [1.0]])
-    result = uhop.retrieve(memories, memories[1], beta=1.0, separation=uhop.Entmax(1.5))
+    result = uhop.retrieve(
+        uhop.Model(separation=uhop.Entmax(1.5), beta=1.0), memories, memories[1]
+    )
     fixed, one_hot = bool(result.state[0] == 0), bool(result.weights.max() == 1)
     listed = ", ".join(f"{w:.3f}" for w in result.weights)
     mixed = kept = 0
     for seed in range(20):
         stored = theorems.sphere(seed, 5, 6)
-        after = uhop.retrieve(stored, stored, beta=4.0, separation=uhop.Entmax(1.5))
+        after = uhop.retrieve(
+            uhop.Model(separation=uhop.Entmax(1.5), beta=4.0), stored, stored
+        )
         same = jnp.abs(after.state - stored).max(-1) < 1e-12
         kept += int(same.sum())
         mixed += int((same & (after.weights.max(-1) < 1)).sum())

@@ -9,7 +9,7 @@ from jax import Array
 from verdicts import FAILS, HOLDS, PARTLY
 
 import uhop_jax as uhop
-from uhop_jax import theory
+from uhop_jax import Model, theory
 
 
 class Finding(NamedTuple):
@@ -67,15 +67,11 @@ def dynamics() -> Finding:
     ):
         similarity = uhop.Dot(uhop.LinearKernel(gaussian(seed, 12, 8)))
         memories, states = gaussian(seed + 20, 10, 8), gaussian(seed + 40, 50, 8)
-        options = {
-            "beta": beta,
-            "separation": uhop.Softmax() if alpha == 1 else uhop.Entmax(alpha),
-            "similarity": similarity,
-        }
-        after = uhop.retrieve(memories, states, **options).state
-        rise = uhop.energy(memories, after, **options) - uhop.energy(
-            memories, states, **options
-        )
+        separation = uhop.Softmax() if alpha == 1 else uhop.Entmax(alpha)
+        model = uhop.Model(similarity, separation, beta=beta)
+        after = uhop.retrieve(model, memories, states).state
+        before = uhop.energy(model, memories, states)
+        rise = uhop.energy(model, memories, after) - before
         right += int((rise <= 1e-9).sum())
         total += rise.size
     return Finding(
@@ -92,8 +88,10 @@ def limits() -> Finding:
     right = total = 0
     for seed in range(10):
         memories, states = gaussian(seed, 6, 5), gaussian(seed + 10, 10, 5)
-        limit = uhop.retrieve(memories, states, beta=1.0, steps=1000).state
-        slope = jax.grad(lambda x, m=memories: uhop.energy(m, x, beta=1.0).sum())(limit)
+        limit = uhop.retrieve(uhop.Model(beta=1.0), memories, states, steps=1000).state
+        slope = jax.grad(
+            lambda x, m=memories: uhop.energy(uhop.Model(beta=1.0), m, x).sum()
+        )(limit)
         right += int((jnp.linalg.norm(slope, axis=-1) < 1e-6).sum())
         total += len(states)
     return Finding(
@@ -110,8 +108,12 @@ def stationary() -> Finding:
     right = total = 0
     for seed in range(10):
         memories = sphere(seed, 6, 5)
-        fixed = uhop.converge(memories, memories, beta=2.0, max_steps=2000).pattern
-        slope = jax.grad(lambda x, m=memories: uhop.energy(m, x, beta=2.0).sum())(fixed)
+        fixed = uhop.converge(
+            uhop.Model(beta=2.0), memories, memories, max_steps=2000
+        ).pattern
+        slope = jax.grad(
+            lambda x, m=memories: uhop.energy(uhop.Model(beta=2.0), m, x).sum()
+        )(fixed)
         right += int((jnp.linalg.norm(slope, axis=-1) < 1e-4).sum())
         total += len(memories)
     return Finding(
@@ -133,7 +135,9 @@ def bound() -> Finding:
         aside = radius * 0.999 * sphere(seed + 50, 8, 16)
         for beta in betas:
             limit = theory.error_bound(memories, beta=beta)
-            states = uhop.retrieve(memories, memories + aside, beta=beta).state
+            states = uhop.retrieve(
+                uhop.Model(beta=beta), memories, memories + aside
+            ).state
             broken += int((jnp.linalg.norm(states - memories, axis=-1) > limit).sum())
             informative[beta] += int((limit < 2).sum())
             total += len(memories)
@@ -155,7 +159,7 @@ def storing() -> Finding:
     memories = sphere(0, 6, 24)
     betas = (1.0, 10.0, 100.0)
     counts = [
-        int(theory.stored(jax.random.key(0), memories, beta=beta).stored.sum())
+        int(theory.stored(jax.random.key(0), Model(beta=beta), memories).stored.sum())
         for beta in betas
     ]
     listed = ", ".join(f"{n} at beta {b:g}" for n, b in zip(counts, betas, strict=True))
@@ -179,7 +183,7 @@ def exact() -> Finding:
         others = jnp.where(jnp.eye(5, dtype=bool), -jnp.inf, rbf).max(-1)
         need = 2 * t / (beta * (alpha - 1))
         weights = uhop.retrieve(
-            memories, memories, beta=beta, separation=uhop.Entmax(alpha)
+            uhop.Model(separation=uhop.Entmax(alpha), beta=beta), memories, memories
         ).weights
         kept = weights.max(-1) == 1
         printed += int((jnp.diagonal(rbf) - others <= -need).sum())
@@ -212,13 +216,15 @@ def distance() -> Finding:
             jnp.linalg.qr(weights)[1], sphere(seed + 50, 5, 6).T
         )
         kernel, memories = uhop.LinearKernel(weights), memories.T
-        need = theory.exact_retrieval_distance(kernel, beta=1.0, separation=separation)
+        need = theory.exact_retrieval_distance(
+            uhop.Model(uhop.Dot(kernel), separation, beta=1.0)
+        )
         for constant, which in ((need.sufficient, "lower"), (need.necessary, "upper")):
             # At this beta the memories are just far enough apart.
             near = 2 * theory.radius(memories)
             beta = float((constant / near) ** 2) * (1 + 1e-9)
             slack = theory.exact_retrieval_slack(
-                memories, beta=beta, separation=separation, similarity=uhop.Dot(kernel)
+                Model(uhop.Dot(kernel), separation, beta=beta), memories
             )
             met = int((slack >= 0).all())
             lower, upper = (
@@ -347,9 +353,11 @@ def naive_bound() -> Finding:
         [[-0.595, 0.804], [0.546, 0.838], [-1.0, -0.024], [-0.554, -0.832]]
     )
     query, beta, mu = jnp.asarray([-0.9297, 0.1662]), 3.191, 2
-    limit = uhop.retrieve(memories, query, beta=beta, steps=500).state
+    limit = uhop.retrieve(uhop.Model(beta=beta), memories, query, steps=500).state
     error = float(
-        jnp.linalg.norm(uhop.retrieve(memories, query, beta=beta).state - memories[mu])
+        jnp.linalg.norm(
+            uhop.retrieve(uhop.Model(beta=beta), memories, query).state - memories[mu]
+        )
     )
     claimed = max(float(jnp.linalg.norm(x - memories[mu])) for x in (query, limit))
     return Finding(

@@ -16,6 +16,7 @@ from uhop_jax import (
     LikelihoodKernel,
     LinearKernel,
     Mask,
+    Model,
     NegativeL1,
     NegativeL2,
     NegativeSquaredL2,
@@ -30,7 +31,6 @@ from uhop_jax import (
     retrieve,
     save,
 )
-from uhop_jax._pytree import frozen_pytree
 from uhop_jax.calibration import (
     FINALISTS,
     NEGLIGIBLE,
@@ -89,15 +89,15 @@ def errors_of(state, target):
 
 def errors_and_top1(model, copies):
     query, observed, target = copies
-    result = model.retrieve(MEMORIES, query, observed=observed)
+    result = retrieve(model.model, MEMORIES, query, observed=observed)
     return errors_of(result.state, target), result.weights.argmax(-1) == target
 
 
 def index_of(model):
     """Index of the chosen model in its trials: candidate, separation, beta."""
     candidate = model.names.index(model.name)
-    beta = np.flatnonzero(np.asarray(model.betas[candidate]) == float(model.beta))
-    return candidate, model.separations.index(repr(model.separation)), beta[0]
+    beta = np.flatnonzero(np.asarray(model.betas[candidate]) == float(model.model.beta))
+    return candidate, model.separations.index(repr(model.model.separation)), beta[0]
 
 
 def test_the_chosen_model_has_the_least_error_of_all_trials(calibrated):
@@ -113,7 +113,7 @@ def test_among_equal_trials_the_first_and_the_middle_beta_are_chosen(calibrated)
     assert candidate == np.flatnonzero(equal.any((1, 2)))[0]
     assert separation == np.flatnonzero(equal[candidate].any(-1))[0]
     tied = np.sort(model.betas[candidate][equal[candidate, separation]])
-    assert float(model.beta) == tied[len(tied) // 2]
+    assert float(model.model.beta) == tied[len(tied) // 2]
 
 
 def test_all_separations_are_tried_on_the_finalists_alone(calibrated):
@@ -137,7 +137,7 @@ def test_no_fixed_similarity_is_clearly_better_on_fresh_copies(calibrated):
             tried = model.screening[index]
         beta = model.betas[index, int(jnp.argmin(tried))]
         state = retrieve(
-            MEMORIES, query, beta=beta, similarity=similarity, observed=observed
+            Model(similarity, beta=beta), MEMORIES, query, observed=observed
         ).state
         loss = errors - errors_of(state, target)
         slack = 3 * loss.std() / loss.size**0.5
@@ -173,31 +173,19 @@ def test_without_an_accuracy_the_choice_is_the_same_and_no_error_is_expected():
     assert np.isnan(
         [short.expected_error, short.standard_error, short.expected_top1]
     ).all()
-    assert (short.name, short.beta, short.separation) == (
-        *(full.name, full.beta, full.separation),
-    )
+    assert (short.name, short.model) == (full.name, full.model)
     np.testing.assert_array_equal(short.trials, full.trials)
 
 
-def test_calibration_retrieves_as_the_function_does(calibrated, tmp_path):
+def test_a_saved_calibration_retrieves_as_before(calibrated, tmp_path):
     _, model, (query, observed, _) = calibrated
     query = query[:5]
     observed = None if observed is None else observed[:5]
-    expected = retrieve(
-        MEMORIES,
-        query,
-        beta=model.beta,
-        separation=model.separation,
-        similarity=model.similarity,
-        observed=observed,
-    )
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        model.retrieve(MEMORIES, query, observed=observed),
-        expected,
-    )
+    expected = retrieve(model.model, MEMORIES, query, observed=observed)
     loaded = load(save(tmp_path / "model", model))
-    inside = jax.jit(lambda model: model.retrieve(MEMORIES, query, observed=observed))
+    inside = jax.jit(
+        lambda model: retrieve(model.model, MEMORIES, query, observed=observed)
+    )
     assert_close(inside(loaded).state, expected.state)
 
 
@@ -210,8 +198,8 @@ def test_the_summary_names_the_chosen_model(calibrated):
     )
     match = re.fullmatch(pattern, model.summary())
     assert match, model.summary()
-    assert match[1] == type(model.separation).__name__.lower()
-    assert float(match[2]) == pytest.approx(float(model.beta), rel=0.01)
+    assert match[1] == type(model.model.separation).__name__.lower()
+    assert float(match[2]) == pytest.approx(float(model.model.beta), rel=0.01)
     assert float(match[5]) == pytest.approx(float(model.expected_error), rel=0.01)
 
 
@@ -223,7 +211,7 @@ def test_calibration_comes_close_to_the_posterior_mean(calibrated):
     limit = errors_of(posterior_mean(corrupt, MEMORIES, query), target).mean()
     assert limit - 0.1 <= errors.mean() <= max(1.5 * limit, limit + 0.5)
     if corrupt == Mask(0.8):
-        assert isinstance(model.similarity.kernel, LikelihoodKernel)
+        assert isinstance(model.model.similarity.kernel, LikelihoodKernel)
 
 
 def test_known_masks_try_no_kernel_that_differs_for_each_query():
@@ -257,19 +245,21 @@ def test_given_candidates_and_separations_are_tried_alone():
     )
     assert model.names == ("plain", "trained", "angle")
     assert model.separations == ("Softmax()", "Sparsemax()")
-    assert type(model.similarity) is type(candidates[model.name])
+    assert type(model.model.similarity) is type(candidates[model.name])
     assert model.name != "plain"
-    assert model.trials.dtype == model.beta.dtype == jnp.float64
+    assert model.trials.dtype == model.model.beta.dtype == jnp.float64
     # The trials are errors of plain retrievals.
     sweep_key = jax.random.split(KEY, 4)[1]
     query, _, target = corrupted_copies(sweep_key, memories, Mask(0.5), 24)
     for index in [(0, 0, 3), (1, 1, 9)]:
         state = retrieve(
+            Model(
+                tuple(candidates.values())[index[0]],
+                separations[index[1]],
+                beta=model.betas[index[0], index[2]],
+            ),
             memories,
             query,
-            beta=model.betas[index[0], index[2]],
-            separation=separations[index[1]],
-            similarity=tuple(candidates.values())[index[0]],
         ).state
         error = ((state - memories[target]) ** 2).sum(-1).mean()
         assert_close(model.trials[index], error)
@@ -301,10 +291,10 @@ def test_sweep_errors_equal_the_errors_of_retrieval(count, separation):
     memories, target = MEMORIES[:count] + 3, jnp.asarray([0, 4, 8])
     query, betas = memories[target] + 0.1, jnp.asarray([0.1, 2.0, 30.0], jnp.float32)
     overlaps = Cosine()(memories, query)
-    errors = sweep_errors(memories, overlaps, target, separation, betas)
+    errors = sweep_errors(memories, overlaps, target, separation.tempered, betas)
     options = {"separation": separation, "similarity": Cosine()}
     for error, beta in zip(errors, betas, strict=True):
-        state = retrieve(memories, query, beta=beta, **options).state
+        state = retrieve(Model(beta=beta, **options), memories, query).state
         expected = ((state - memories[target]) ** 2).sum(-1).mean()
         assert_close(error, expected, scale=10)
 
@@ -444,7 +434,6 @@ def test_candidates_that_tie_are_compared_on_more_copies():
 KEYS_USED = []
 
 
-@frozen_pytree
 class Recorder(Mask):
     """A mask that notes each key with which it is called."""
 
@@ -507,7 +496,8 @@ def test_two_sided_centring_beats_every_fixed_similarity_under_folded_noise():
     least = []
     for similarity in (Cosine(two_sided), *others):
         z = similarity(MEMORIES, query)
-        least.append(sweep_errors(MEMORIES, z, target, Softmax(), beta_grid(z)).min())
+        weights, betas = Softmax().tempered, beta_grid(z)
+        least.append(sweep_errors(MEMORIES, z, target, weights, betas).min())
     assert least[0] < 0.9 * min(least[1:])
 
 

@@ -16,6 +16,7 @@ from uhop_jax import (
     Cosine,
     Dot,
     Entmax,
+    Model,
     NegativeL1,
     NegativeL2,
     NegativeSquaredL2,
@@ -171,7 +172,7 @@ def test_uc07_alpha_out_of_range(alpha):
     memories, query = xi3()
     for call in (
         lambda: Entmax(alpha)(query),
-        lambda: retrieve(memories, query, beta=1.0, separation=Entmax(alpha)),
+        lambda: retrieve(Model(separation=Entmax(alpha), beta=1.0), memories, query),
     ):
         with pytest.raises(ValueError, match=f"alpha must be at least 1, got {alpha}"):
             call()
@@ -317,7 +318,7 @@ def test_uc14_polynomial():
 def test_uc15_sign_of_distances(similarity, expected, dtype):
     memories = jnp.asarray([[0, 0], [1, 0], [5, 5]], dtype)
     query = jnp.asarray([0.9, 0], dtype)
-    result = retrieve(memories, query, beta=1.0, similarity=similarity)
+    result = retrieve(Model(similarity, beta=1.0), memories, query)
     assert_close(result.weights, expected, **DECIMALS)
     assert result.weights.argmax() == 1
 
@@ -344,7 +345,7 @@ def test_uc16_query_equals_a_stored_pattern(similarity):
         assert (by_memory[0] == 0).all()
 
     def retrieved(memories, query):
-        return retrieve(memories, query, beta=2.0, similarity=similarity, steps=2).state
+        return retrieve(Model(similarity, beta=2.0), memories, query, steps=2).state
 
     for gradient in jax.jit(jax.jacrev(retrieved, (0, 1)))(memories, memories[0]):
         assert jnp.isfinite(gradient).all()
@@ -362,13 +363,13 @@ def test_uc16_query_equals_a_stored_pattern(similarity):
     ],
 )
 def test_uc17_beta_goes_inside(separation, beta, expected):
-    state, _ = retrieve(*xi3(), beta=beta, separation=separation)
+    state, _ = retrieve(Model(separation=separation, beta=beta), *xi3())
     assert_close(state, expected, **DECIMALS)
 
 
 @every_separation
 def test_uc17_weights_sum_to_one(sep):
-    total = retrieve(*xi3(), beta=5.0, separation=sep).weights.sum()
+    total = retrieve(Model(separation=sep, beta=5.0), *xi3()).weights.sum()
     assert_close(total, 1.0) if sep.normalized else (0 < total < 1)
 
 
@@ -384,20 +385,20 @@ def test_uc17_weights_sum_to_one(sep):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_uc18_number_of_updates(steps, expected, dtype):
     memories, query = xi3(dtype)
-    state = retrieve(memories, query, beta=2.0, steps=steps).state
+    state = retrieve(Model(beta=2.0), memories, query, steps=steps).state
     assert_close(state, expected, **DECIMALS)
-    states = trajectory(memories, query, beta=2.0, steps=5).patterns
+    states = trajectory(Model(beta=2.0), memories, query, steps=5).patterns
     np.testing.assert_array_equal(states[0], query)
     assert_close(states[steps], expected, **DECIMALS)
 
 
 @every_dtype
 def test_uc18_to_convergence_and_zero_steps(dtype):
-    result = converge(*xi3(dtype), beta=2.0)
+    result = converge(Model(beta=2.0), *xi3(dtype))
     assert result.converged
     assert_close(result.pattern, [0.8701053, 0.8701053], **DECIMALS)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        retrieve(*xi3(dtype), beta=2.0, steps=0)
+        retrieve(Model(beta=2.0), *xi3(dtype), steps=0)
 
 
 @pytest.mark.parametrize(
@@ -412,10 +413,10 @@ def test_uc18_to_convergence_and_zero_steps(dtype):
 def test_uc19_energy(separation, expected):
     memories, query = xi3()
     energies = trajectory(
-        memories, query, beta=2.0, separation=separation, steps=3
+        Model(separation=separation, beta=2.0), memories, query, steps=3
     ).energies
     assert_close(energies, expected, **DECIMALS)
-    alone = energy(memories, query, beta=2.0, separation=separation)
+    alone = energy(Model(separation=separation, beta=2.0), memories, query)
     assert_close(alone, expected[0], **DECIMALS)
     if separation == Softmax():
         constants = np.log(3) / 2 + (XI3**2).sum(-1).max() / 2
@@ -424,7 +425,7 @@ def test_uc19_energy(separation, expected):
 
 
 def test_uc20_low_beta_gives_the_mean():
-    result = retrieve(*xi3(), beta=1e-6)
+    result = retrieve(Model(beta=1e-6), *xi3())
     assert_close(result.state, [0.66666667, 0.66666667], floor=1e-6)
 
 
@@ -433,7 +434,7 @@ def test_uc20_low_beta_gives_the_mean():
 def test_uc20_raw_images(beta, dtype, untyped):
     images = np.random.default_rng(0).integers(0, 256, (10, 784), dtype=np.uint8)
     memories = images.astype(dtype)
-    state, p = retrieve(memories, memories[3], beta=np.float32(beta))
+    state, p = retrieve(Model(beta=np.float32(beta)), memories, memories[3])
     assert jnp.isfinite(state).all()
     assert_close(p.sum(), 1.0, floor=1e-6)
     effective = 1 / (p**2).sum()
@@ -444,7 +445,7 @@ def test_uc21_gradient_through_three_updates():
     memories, query = xi3()
 
     def state(beta):
-        return retrieve(memories, query, beta=beta, steps=3).state
+        return retrieve(Model(beta=beta), memories, query, steps=3).state
 
     for jacobian in (jax.jacfwd, jax.jacrev):
         assert_close(jax.jit(jacobian(state))(2.0), [0.09815701, 0.1015218], **DECIMALS)
@@ -454,7 +455,7 @@ def test_uc21_gradient_at_convergence():
     memories, query = xi3()
 
     def state(beta, query):
-        return converge(memories, query, beta=beta).pattern
+        return converge(Model(beta=beta), memories, query).pattern
 
     jacobian = jax.jit(jax.jacrev(state, (0, 1)))
     by_beta, by_query = jacobian(2.0, query)
@@ -471,7 +472,7 @@ def test_uc21_gradient_at_convergence():
 )
 def test_uc22_hetero_association(steps, expected):
     values = jnp.asarray([[10.0], [20.0], [30.0]])
-    state, _ = retrieve(*xi3(), beta=2.0, values=values, steps=steps)
+    state, _ = retrieve(Model(beta=2.0), *xi3(), values=values, steps=steps)
     assert_close(state, [expected], **DECIMALS)
 
 
@@ -481,25 +482,29 @@ def test_uc23_memory_shared_by_the_batch(count, rows):
     rng = np.random.default_rng(0)
     memories = jnp.asarray(rng.normal(size=(count, 3)))
     query = jnp.asarray(rng.normal(size=(*rows, 3)))
-    result = retrieve(memories, query, beta=2.0, steps=2)
+    result = retrieve(Model(beta=2.0), memories, query, steps=2)
     assert result.state.shape == query.shape
     assert result.weights.shape == (*rows, count)
-    with_axis = retrieve(memories[None], query, beta=2.0, steps=2)
+    with_axis = retrieve(Model(beta=2.0), memories[None], query, steps=2)
     np.testing.assert_array_equal(with_axis.state, result.state)
     if rows:
         tiled = jnp.broadcast_to(memories, (rows[0], count, 3))
-        assert_close(retrieve(tiled, query, beta=2.0, steps=2).state, result.state)
+        assert_close(
+            retrieve(Model(beta=2.0), tiled, query, steps=2).state, result.state
+        )
 
 
 KEY = jax.random.key(0)
 PUBLIC_CALLS = {
-    "retrieve": lambda x, q, sep: retrieve(x, q, beta=2.0, separation=sep, steps=3),
-    "retrieve_streamed": lambda x, q, sep: retrieve_streamed(
-        x, q, beta=2.0, separation=sep, block=2
+    "retrieve": lambda x, q, sep: retrieve(
+        Model(separation=sep, beta=2.0), x, q, steps=3
     ),
-    "converge": lambda x, q, sep: converge(x, q, beta=2.0, separation=sep),
-    "trajectory": lambda x, q, sep: trajectory(x, q, beta=2.0, separation=sep),
-    "energy": lambda x, q, sep: energy(x, q, beta=2.0, separation=sep),
+    "retrieve_streamed": lambda x, q, sep: retrieve_streamed(
+        Model(separation=sep, beta=2.0), x, q, block=2
+    ),
+    "converge": lambda x, q, sep: converge(Model(separation=sep, beta=2.0), x, q),
+    "trajectory": lambda x, q, sep: trajectory(Model(separation=sep, beta=2.0), x, q),
+    "energy": lambda x, q, sep: energy(Model(separation=sep, beta=2.0), x, q),
     "separation_loss": lambda x, q, sep: separation_loss(x),
     "smallest_separation": lambda x, q, sep: smallest_separation(x),
     "fit": lambda x, q, sep: fit(x, optimizer=optax.sgd(0.1), steps=2),
@@ -518,7 +523,7 @@ PUBLIC_CALLS = {
     **{repr(s): lambda x, q, sep, s=s: s(x, q) for s in SIMILARITIES},
 }
 NO_FLOATS = {  # no floats in, or no floats out but the floats in
-    *("frozen_pytree", "has_energy", "load", "save", "memory_mesh", "shard_memories"),
+    *("check", "load", "save", "memory_mesh", "shard_memories"),
     *("gaussian_start", "identity_start"),
     *("separation_from_name", "similarity_from_name"),
 }
@@ -547,14 +552,14 @@ def test_uc32_float64_is_exact(sep):
     state = Q
     for _ in range(3):
         state = naive_weights(sep, 2.0 * XI3 @ state) @ XI3
-    result = retrieve(memories, query, beta=2.0, separation=sep, steps=3)
+    result = retrieve(Model(separation=sep, beta=2.0), memories, query, steps=3)
     np.testing.assert_allclose(result.state, state, rtol=0, atol=1e-12)
     expected = Q @ Q / 2 - naive_conjugate(sep, 2.0 * XI3 @ Q) / 2
-    actual = energy(memories, query, beta=2.0, separation=sep)
+    actual = energy(Model(separation=sep, beta=2.0), memories, query)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
 
     streamed = retrieve_streamed(
-        memories, query, beta=2.0, separation=sep, steps=3, block=2
+        Model(separation=sep, beta=2.0), memories, query, steps=3, block=2
     )
     np.testing.assert_allclose(streamed.state, state, rtol=0, atol=1e-12)
 
@@ -604,7 +609,7 @@ def test_uc33_one_program_for_many_betas_and_alphas(call, compilations):
     counts = []
     for beta in (1.0, 2.0, 3.0):
         for alpha in (1.2, 1.6):
-            call(memories, query, beta=beta, separation=Entmax(alpha))
+            call(Model(separation=Entmax(alpha), beta=beta), memories, query)
             counts.append(len(compilations))
     assert counts[0] > 0
     assert counts[1:] == counts[:1] * 5
@@ -613,7 +618,7 @@ def test_uc33_one_program_for_many_betas_and_alphas(call, compilations):
 @pytest.mark.parametrize("separation", [[1.5], lambda z: z, Softmax, "softmax", None])
 def test_uc33_objects_that_are_no_separation_are_refused(separation, untyped):
     with pytest.raises(ValueError, match="separation must be one of Softmax, .*, got"):
-        retrieve(*xi3(), beta=1.0, separation=separation)
+        retrieve(Model(separation=separation, beta=1.0), *xi3())
 
 
 def test_public_names_exist():

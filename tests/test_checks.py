@@ -8,7 +8,7 @@ import pytest
 from conftest import assert_close
 
 import uhop_jax as uj
-from uhop_jax import theory
+from uhop_jax import Model, theory
 
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
@@ -16,8 +16,8 @@ ONES = np.ones(3)
 MEMORY = uj.Memory.empty(3).add(X)[0]
 
 
-def retrieving(**options):
-    return lambda: uj.retrieve(X, X, **({"beta": 1.0} | options))
+def retrieving(mask=None, **options):
+    return lambda: uj.retrieve(uj.Model(**({"beta": 1.0} | options)), X, X, mask=mask)
 
 
 def fitting(**options):
@@ -40,7 +40,7 @@ CASES = [
         r"t must be one number, got shape \(2,\)",
     ),
     (
-        lambda: uj.converge(X, X, beta=1.0, tolerance=ONES),
+        lambda: uj.converge(uj.Model(beta=1.0), X, X, tolerance=ONES),
         r"tolerance must be one number, got shape \(3,\)",
     ),
     (
@@ -52,7 +52,7 @@ CASES = [
         r"scale must be one number, got shape \(3,\)",
     ),
     (
-        lambda: theory.stored(KEY, X, beta=1.0, tolerance=ONES),
+        lambda: theory.stored(KEY, Model(beta=1.0), X, tolerance=ONES),
         r"tolerance must be one number, got shape \(3,\)",
     ),
     (
@@ -76,11 +76,11 @@ CASES = [
     ),
     (fitting(snapshots=1), "snapshots must be a sequence of integers, got 1"),
     (
-        lambda: theory.capacity(KEY, X, sizes=3, beta=1.0),
+        lambda: theory.capacity(KEY, Model(beta=1.0), X, sizes=3),
         "sizes must be a sequence of integers, got 3",
     ),
     (
-        lambda: theory.capacity(KEY, X, sizes=np.array([2, 6]), beta=1.0),
+        lambda: theory.capacity(KEY, Model(beta=1.0), X, sizes=np.array([2, 6])),
         "sizes must be at most 5, got 6",
     ),
     # Keys.
@@ -89,7 +89,7 @@ CASES = [
         for call in (
             lambda: uj.fit_annealed(0, X),
             lambda: uj.gaussian_start(0, 3),
-            lambda: theory.stored(0, X, beta=1.0),
+            lambda: theory.stored(0, Model(beta=1.0), X),
         )
     ),
     (
@@ -147,7 +147,7 @@ CASES = [
     ),
     (
         lambda: theory.exact_retrieval_distance(
-            uj.LinearKernel(jnp.ones(3)), beta=1.0, separation=uj.Sparsemax()
+            Model(uj.Dot(uj.LinearKernel(jnp.ones(3))), uj.Sparsemax(), beta=1.0)
         ),
         r"weights of LinearKernel must have shape \(..., D, d\), got \(3,\)",
     ),
@@ -182,23 +182,23 @@ CASES = [
         "unknown parameter 'alpha' of softmax, which has none",
     ),
     (
-        lambda: theory.exact_retrieval_slack(X, beta=1.0, separation="softmax"),
+        lambda: theory.exact_retrieval_slack(Model(separation="softmax", beta=1.0), X),
         "separation must be one of Softmax, .* got 'softmax'",
     ),
     (
-        lambda: uj.has_energy("softmax", uj.Dot()),
+        lambda: uj.Model(uj.Dot(), "softmax", beta=1.0),
         "separation must be one of Softmax, .* got 'softmax'",
     ),
     (
-        lambda: uj.has_energy(uj.Softmax(), "dot"),
+        lambda: uj.Model("dot", beta=1.0),
         "similarity must be one of Dot, .* got 'dot'",
     ),
     (
-        lambda: MEMORY.retrieve(X, beta=1.0, mask=MEMORY.used),
+        lambda: MEMORY.retrieve(uj.Model(beta=1.0), X, mask=MEMORY.used),
         "mask must be left out: the memory has its own",
     ),
     (
-        lambda: MEMORY.retrieve(X, beta=1.0, values=X),
+        lambda: MEMORY.retrieve(uj.Model(beta=1.0), X, values=X),
         "values must be left out: the memory has its own",
     ),
 ]
@@ -215,7 +215,7 @@ def test_unusual_but_valid_input_is_accepted(untyped):
     for zero in (0, np.float32(0), jnp.zeros(())):
         result = theory.pattern_separation(X, distance=zero)
         np.testing.assert_array_equal(result, expected)
-    result = theory.capacity(KEY, X, sizes=np.array([2, 3]), beta=1.0)
+    result = theory.capacity(KEY, Model(beta=1.0), X, sizes=np.array([2, 3]))
     np.testing.assert_array_equal(result.sizes, [2, 3])
     old, new = (uj.gaussian_start(k, 3) for k in (jax.random.PRNGKey(0), KEY))
     np.testing.assert_array_equal(old.weights, new.weights)
@@ -228,14 +228,18 @@ def test_arrays_in_another_byte_order(dtype, tmp_path, untyped):
     path = tmp_path / "memories.npy"
     np.save(path, given)
     one = np.asarray(1.0, ">f8")
-    expected = uj.retrieve(native, native[:2], beta=1.0).state
+    expected = uj.retrieve(uj.Model(beta=1.0), native, native[:2]).state
     states = [
-        uj.retrieve(given, given[:2], beta=one).state,
-        uj.retrieve_streamed(jnp.asarray(native), given[:2], beta=one).state,
+        uj.retrieve(uj.Model(beta=one), given, given[:2]).state,
+        uj.retrieve_streamed(uj.Model(beta=one), jnp.asarray(native), given[:2]).state,
     ]
     for memories in (given, path, lambda: iter([given[:4], given[4:]])):
-        states.append(uj.retrieve_streamed(memories, given[:2], beta=1.0).state)
-    top = uj.retrieve_streamed(given, given[:2], beta=1.0, separation=uj.TopK(6))
+        states.append(
+            uj.retrieve_streamed(uj.Model(beta=1.0), memories, given[:2]).state
+        )
+    top = uj.retrieve_streamed(
+        uj.Model(separation=uj.TopK(6), beta=1.0), given, given[:2]
+    )
     for state in (*states, top.state):
         assert state.dtype == expected.dtype
         assert_close(state, expected)
@@ -259,9 +263,9 @@ def test_arrays_in_another_byte_order(dtype, tmp_path, untyped):
 def test_objects_that_are_no_array_of_numbers_are_named(given, got, untyped):
     memories = np.ones((2, 4))
     for call in (
-        lambda: uj.retrieve(given, memories, beta=1.0),
-        lambda: uj.retrieve(memories, given, beta=1.0),
-        lambda: uj.retrieve_streamed(given, memories, beta=1.0),
+        lambda: uj.retrieve(uj.Model(beta=1.0), given, memories),
+        lambda: uj.retrieve(uj.Model(beta=1.0), memories, given),
+        lambda: uj.retrieve_streamed(uj.Model(beta=1.0), given, memories),
         lambda: uj.Memory.empty(4).add(given),
     ):
         with pytest.raises(ValueError, match=f"must be .*, got {got}$"):
@@ -274,8 +278,8 @@ def test_a_traced_number_out_of_range_gives_nan():
     @jax.jit
     def results(x):
         return (
-            uj.retrieve(memories, memories, beta=x).state,
-            uj.retrieve_streamed(memories, memories, beta=x).state,
+            uj.retrieve(uj.Model(beta=x), memories, memories).state,
+            uj.retrieve_streamed(uj.Model(beta=x), memories, memories).state,
             uj.separation_loss(memories, t=x),
             theory.pattern_separation(memories, distance=x),
         )

@@ -13,6 +13,7 @@ from conftest import assert_close, every_dtype
 from uhop_jax import (
     Cosine,
     Mask,
+    Model,
     NegativeSquaredL2,
     Noise,
     calibrate,
@@ -214,7 +215,7 @@ def test_posterior_mean_of_raw_noise_is_softmax_of_squared_distance():
     memories, noise = images(6, 4), Noise(0.3, low=None, high=None)
     query = noise(KEY, memories)
     expected = retrieve(
-        memories, query, beta=1 / (2 * 0.3**2), similarity=NegativeSquaredL2()
+        Model(NegativeSquaredL2(), beta=1 / (2 * 0.3**2)), memories, query
     )
     assert_close(posterior_mean(noise, memories, query), expected.state)
 
@@ -233,7 +234,7 @@ def test_no_beta_does_better_than_the_posterior_mean(corrupt):
     limit = errors(jax.jit(posterior_mean)(corrupt, memories, query))
     for similarity in (Cosine(), NegativeSquaredL2()):
         for beta in (0.3, 1.0, 2.0, 5.0, 10.0, 30.0, 1000.0):
-            state = retrieve(memories, query, beta=beta, similarity=similarity).state
+            state = retrieve(Model(similarity, beta=beta), memories, query).state
             worse = errors(state) - limit
             assert worse.mean() > -3 * worse.std() / worse.size**0.5
 
@@ -268,7 +269,7 @@ def test_a_corruption_is_wrapped_once_and_keeps_the_dtype():
         lambda key: Noise()(key, jnp.zeros((2, 3))),
         lambda key: fit_likelihood(key, jnp.eye(3), Mask()),
         lambda key: calibrate(key, jnp.eye(3), Mask()),
-        lambda key: theory.stored(key, jnp.eye(3), beta=1.0),
+        lambda key: theory.stored(key, Model(beta=1.0), jnp.eye(3)),
     ],
 )
 def test_only_one_random_key_is_a_key(untyped, draw):

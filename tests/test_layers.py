@@ -198,7 +198,7 @@ def test_static_layers_equal_the_core_bit_for_bit(separation, steps):
     for memories in (MEMORIES, MEMORIES[0]):
         result = static.associate(STATE, memories)
         expected = uhop.retrieve(
-            memories, STATE, beta=0.7, separation=core, steps=steps
+            uhop.Model(separation=core, beta=0.7), memories, STATE, steps=steps
         )
         np.testing.assert_array_equal(result.output, expected.state)
         np.testing.assert_array_equal(result.weights, expected.weights)
@@ -207,7 +207,7 @@ def test_static_layers_equal_the_core_bit_for_bit(separation, steps):
 def test_until_convergence_equals_the_core():
     static = layer(static=True, steps=None, beta=0.5)
     result = static.associate(STATE, MEMORIES)
-    expected = uhop.converge(MEMORIES, STATE, beta=0.5, max_steps=64)
+    expected = uhop.converge(uhop.Model(beta=0.5), MEMORIES, STATE, max_steps=64)
     np.testing.assert_array_equal(result.output, expected.pattern)
     np.testing.assert_array_equal(result.energy, expected.energy)
     np.testing.assert_array_equal(result.steps, expected.steps)
@@ -217,7 +217,7 @@ def test_until_convergence_equals_the_core():
 def test_the_energy_is_the_energy_of_the_retrieved_state():
     static = layer(static=True, steps=2, beta=0.5)
     result = static.associate(STATE, MEMORIES)
-    expected = uhop.energy(MEMORIES, result.output, beta=0.5)
+    expected = uhop.energy(uhop.Model(beta=0.5), MEMORIES, result.output)
     assert_close(result.energy, expected)
     assert layer(separation="polynomial").associate(STATE).energy is None
 

@@ -1,5 +1,6 @@
 """Retrieval, convergence and energies, against loops over single queries."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -24,6 +25,7 @@ from uhop_jax import (
     Entmax,
     LikelihoodKernel,
     LinearKernel,
+    Model,
     NegativeL1,
     NegativeL2,
     NegativeSquaredL2,
@@ -32,9 +34,9 @@ from uhop_jax import (
     Softmax1,
     Sparsemax,
     TopK,
+    check,
     converge,
     energy,
-    has_energy,
     retrieve,
     retrieve_streamed,
     trajectory,
@@ -141,9 +143,9 @@ one_distance = slow_where(shares_code)
 )
 def test_three_updates_equal_the_naive_ones(similarity, separation):
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
-    arguments = dict(beta=1.5, separation=separation, similarity=similarity, steps=3)
-    result = retrieve(memories, query, **arguments)
-    assert_rows_equal_naive(result, memories, query, **arguments)
+    model = Model(similarity, separation, beta=1.5)
+    result = retrieve(model, memories, query, steps=3)
+    assert_rows_equal_naive(result, memories, query, **vars(model), steps=3)
 
 
 def test_every_similarity_meets_entmax_and_every_separation_dot_products(request):
@@ -172,11 +174,9 @@ def test_every_similarity_meets_entmax_and_every_separation_dot_products(request
 )
 def test_one_and_two_updates_equal_the_naive_ones(similarity, separation, steps):
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
-    arguments = dict(
-        beta=1.5, separation=separation, similarity=similarity, steps=steps
-    )
-    result = retrieve(memories, query, **arguments)
-    assert_rows_equal_naive(result, memories, query, **arguments)
+    model = Model(similarity, separation, beta=1.5)
+    result = retrieve(model, memories, query, steps=steps)
+    assert_rows_equal_naive(result, memories, query, **vars(model), steps=steps)
 
 
 @one_distance
@@ -191,11 +191,9 @@ def test_all_options_at_once_equal_the_naive_loop(similarity):
     beta, alpha = rng.uniform(0.5, 2, rows), rng.uniform(1, 2, (2, 1))
     steps = 1 if similarity == Dot(LIKELIHOOD) else 3
     result = retrieve(
+        Model(similarity, Entmax(alpha), beta=beta),
         memories.at[3].set(jnp.where(mask[..., 3].any(), memories[3], jnp.nan)),
         jnp.where(observed, query, jnp.nan),
-        beta=beta,
-        separation=Entmax(alpha),
-        similarity=similarity,
         steps=steps,
         values=values,
         mask=mask,
@@ -245,10 +243,9 @@ def test_memory_sets_equal_a_loop_over_sets(similarity, restricted):
         values=memories[..., :2],
     )
     result = retrieve(
+        Model(similarity, beta=beta),
         memories,
         query,
-        beta=beta,
-        similarity=similarity,
         mask=mask,
         observed=observed,
         **options,
@@ -260,13 +257,12 @@ def test_memory_sets_equal_a_loop_over_sets(similarity, restricted):
             kernel = jax.tree.map(lambda leaf, i=i: leaf[i], kernel)
         own = {"values": memories[i, :, :2], "steps": options["steps"]}
         alone = retrieve(
+            Model(with_kernel(similarity, kernel), beta=beta[i]),
             memories[i],
             query[i],
-            beta=beta[i],
-            similarity=with_kernel(similarity, kernel),
+            **own,
             mask=mask[i],
             observed=None if observed is None else observed[i],
-            **own,
         )
         assert_close(result.state[i], alone.state)
         assert_close(result.weights[i], alone.weights)
@@ -278,19 +274,18 @@ def test_one_memory_set_with_its_own_kernel(similarity):
     own = jax.tree.map(lambda leaf: leaf[:1], similarity)
     alone = jax.tree.map(lambda leaf: leaf[0], similarity)
     query = normal(2, DIMENSION, seed=5)
-    result = retrieve(memories, query, beta=2.0, similarity=own, values=values)
-    expected = retrieve(
-        memories[0], query, beta=2.0, similarity=alone, values=values[0]
-    )
+    result = retrieve(Model(own, beta=2.0), memories, query, values=values)
+    expected = retrieve(Model(alone, beta=2.0), memories[0], query, values=values[0])
     np.testing.assert_array_equal(result.state, expected.state)
 
 
 def test_fifty_memory_sets_in_one_call():
     memories, query = normal(50, COUNT, DIMENSION), normal(50, DIMENSION, seed=5)
-    options = dict(beta=2.0, separation=Entmax(1.5), steps=2)
-    together = retrieve(memories, query, **options).state
+    model = Model(separation=Entmax(1.5), beta=2.0)
+    together = retrieve(model, memories, query, steps=2).state
     alone = [
-        retrieve(m, q, **options).state for m, q in zip(memories, query, strict=True)
+        retrieve(model, m, q, steps=2).state
+        for m, q in zip(memories, query, strict=True)
     ]
     assert_close(together, alone)
 
@@ -298,13 +293,13 @@ def test_fifty_memory_sets_in_one_call():
 @pytest.mark.parametrize("rows", [(), (1,), (4,), (2, 3), (1, 2, 3), (0,)])
 def test_any_leading_axes(rows):
     memories, query = normal(COUNT, DIMENSION), normal(*rows, DIMENSION, seed=5)
-    result = retrieve(memories, query, beta=2.0, steps=2)
+    result = retrieve(Model(beta=2.0), memories, query, steps=2)
     assert result.state.shape == query.shape
     assert result.weights.shape == (*rows, COUNT)
     flat = query.reshape(-1, DIMENSION)
-    loop = [retrieve(memories, row, beta=2.0, steps=2).state for row in flat]
+    loop = [retrieve(Model(beta=2.0), memories, row, steps=2).state for row in flat]
     assert_close(result.state.reshape(-1, DIMENSION), np.reshape(loop, (-1, DIMENSION)))
-    shared = retrieve(memories[None], query, beta=2.0, steps=2)
+    shared = retrieve(Model(beta=2.0), memories[None], query, steps=2)
     np.testing.assert_array_equal(shared.state, result.state)
 
 
@@ -313,12 +308,12 @@ def test_beta_and_alpha_broadcast_against_the_rows(shape):
     memories, query = normal(COUNT, DIMENSION), normal(2, 3, DIMENSION, seed=5)
     rng = np.random.default_rng(0)
     beta, alpha = rng.uniform(0.5, 2, shape), rng.uniform(1, 2, shape)
-    result = retrieve(memories, query, beta=beta, separation=Entmax(alpha))
+    result = retrieve(Model(separation=Entmax(alpha), beta=beta), memories, query)
     for i, j in itertools.product(range(2), range(3)):
         own_beta = np.broadcast_to(beta, (2, 3))[i, j]
         own_alpha = np.broadcast_to(alpha, (2, 3))[i, j]
         alone = retrieve(
-            memories, query[i, j], beta=own_beta, separation=Entmax(own_alpha)
+            Model(separation=Entmax(own_alpha), beta=own_beta), memories, query[i, j]
         )
         assert_close(result.state[i, j], alone.state)
 
@@ -327,9 +322,9 @@ def test_beta_and_alpha_broadcast_against_the_rows(shape):
 def test_masks_broadcast(shape):
     memories, query = normal(COUNT, DIMENSION), normal(2, 3, DIMENSION, seed=5)
     mask = jnp.asarray(np.random.default_rng(1).random(shape) < 0.6)
-    result = retrieve(memories, query, beta=2.0, mask=mask)
+    result = retrieve(Model(beta=2.0), memories, query, mask=mask)
     full = retrieve(
-        memories, query, beta=2.0, mask=jnp.broadcast_to(mask, (2, 3, COUNT))
+        Model(beta=2.0), memories, query, mask=jnp.broadcast_to(mask, (2, 3, COUNT))
     )
     assert_close(result.state, full.state)
     assert (jnp.where(mask, 0.0, result.weights) == 0).all()
@@ -347,19 +342,20 @@ def test_masks_broadcast_over_memory_sets(shape, query_0_of_set_1):
     mask = jnp.ones((*shape, COUNT), bool).at[..., 0].set(False)
     broken = memories.at[1, 0].set(jnp.nan)
     full = jnp.broadcast_to(mask, (*rows, COUNT))
-    expected = retrieve(memories, query, beta=2.0, mask=full).state
-    result = retrieve(broken, query, beta=2.0, mask=mask, values=broken).state
+    expected = retrieve(Model(beta=2.0), memories, query, mask=full).state
+    result = retrieve(Model(beta=2.0), broken, query, mask=mask, values=broken).state
     assert_close(result, expected)
     one_sees_it = mask.at[(*query_0_of_set_1, 0)].set(True)
     for name, options in [("memories", {}), ("values", {"values": broken})]:
         with pytest.raises(ValueError, match=f"{name} must be finite, got {DIMENSION}"):
-            retrieve(
+            check(
+                Model(beta=2.0),
                 memories if options else broken,
                 query,
-                beta=2.0,
                 mask=one_sees_it,
                 **options,
             )
+    check(Model(beta=2.0), broken, query, mask=mask, values=broken)
 
 
 @one_distance
@@ -373,10 +369,9 @@ def test_masked_memories_never_show(similarity):
 
     def run(memories, query, values):
         return retrieve(
+            Model(similarity, beta=2.0),
             memories,
             query,
-            beta=2.0,
-            similarity=similarity,
             steps=steps,
             values=values,
             mask=mask,
@@ -402,49 +397,49 @@ def test_masked_memories_never_show(similarity):
     assert_close(outside, clean_state)  # another program
 
 
-def test_nan_in_a_valid_memory_is_refused_or_shows():
+def test_nan_in_a_valid_memory_shows():
     memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
     broken = memories.at[2, 1].set(jnp.nan)
     mask = jnp.ones((3, COUNT), bool).at[0, 2].set(False)
     with pytest.raises(ValueError, match="memories must be finite, got 1 NaN"):
-        retrieve(broken, query, beta=2.0, mask=mask)
-    state = jax.jit(lambda m: retrieve(m, query, beta=2.0, mask=mask).state)(broken)
-    assert jnp.isfinite(state[0]).all()
-    assert jnp.isnan(state[1:]).all()
+        check(Model(beta=2.0), broken, query, mask=mask)
+    check(Model(beta=2.0), broken, query[:1], mask=mask[:1])
+    for run in (retrieve, jax.jit(retrieve)):
+        state = run(Model(beta=2.0), broken, query, mask=mask).state
+        assert jnp.isfinite(state[0]).all()
+        assert jnp.isnan(state[1:]).all()
 
 
 def test_arguments_may_be_constants_of_a_jitted_function():
     memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
     mask = jnp.arange(COUNT) < 4
-    expected = retrieve(memories, query, beta=2.0, mask=mask).state
+    expected = retrieve(Model(beta=2.0), memories, query, mask=mask).state
 
     def run(query):
-        return retrieve(memories, query, beta=2.0, mask=mask).state
+        return retrieve(Model(beta=2.0), memories, query, mask=mask).state
 
     np.testing.assert_array_equal(jax.jit(run)(query), expected)
     np.testing.assert_array_equal(jax.jit(lambda: run(query))(), expected)
-    broken = memories.at[0].set(jnp.nan)
-    with pytest.raises(ValueError, match="memories must be finite"):
-        jax.jit(lambda query: retrieve(broken, query, beta=2.0).state)(query)
 
 
 @each("separation", [Softmax(), Entmax(1.5)])
 def test_converge_row_by_row(separation):
     memories, query = normal(COUNT, DIMENSION), normal(4, DIMENSION, seed=5)
     beta = jnp.asarray([0.1, 0.5, 2.0, 20.0])
-    options = dict(separation=separation, max_steps=1000)
-    together = converge(memories, query, beta=beta, **options)
+    model = Model(separation=separation, beta=beta)
+    together = converge(model, memories, query, max_steps=1000)
     assert together.converged.all()
     assert len(set(together.steps.tolist())) > 1
     for i in range(4):
-        alone = converge(memories, query[i], beta=beta[i], **options)
+        one = dataclasses.replace(model, beta=beta[i])
+        alone = converge(one, memories, query[i], max_steps=1000)
         assert alone.steps == together.steps[i]
         assert_close(alone.pattern, together.pattern[i])
-        again = retrieve(
-            memories, together.pattern[i], beta=beta[i], separation=separation
-        )
+        again = retrieve(one, memories, together.pattern[i])
         assert_close(again.state, together.pattern[i])
-    at_state = energy(memories, together.pattern, beta=beta, separation=separation)
+    at_state = energy(
+        Model(separation=separation, beta=beta), memories, together.pattern
+    )
     assert_close(together.energy, at_state)
     assert_close(together.weights @ memories, together.pattern)
 
@@ -452,7 +447,7 @@ def test_converge_row_by_row(separation):
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
 def optimised_weights(memories, query, beta, alpha):
     return retrieve(
-        memories, query, beta=beta, separation=Entmax(alpha), steps=2
+        Model(separation=Entmax(alpha), beta=beta), memories, query, steps=2
     ).weights
 
 
@@ -467,16 +462,18 @@ def test_one_hot_weights_are_exact(alpha):
 @pytest.mark.parametrize("cap", [1, 2, 5])
 def test_converge_stops_at_the_cap(cap):
     memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
-    result = converge(memories, query, beta=0.5, max_steps=cap)
+    result = converge(Model(beta=0.5), memories, query, max_steps=cap)
     np.testing.assert_array_equal(result.steps, cap)
     assert not result.converged.any()
-    assert_close(result.pattern, retrieve(memories, query, beta=0.5, steps=cap).state)
+    assert_close(
+        result.pattern, retrieve(Model(beta=0.5), memories, query, steps=cap).state
+    )
 
 
 def test_a_looser_tolerance_stops_earlier():
     memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
-    tight = converge(memories, query, beta=0.5)
-    loose = converge(memories, query, beta=0.5, tolerance=1e-3)
+    tight = converge(Model(beta=0.5), memories, query)
+    loose = converge(Model(beta=0.5), memories, query, tolerance=1e-3)
     assert loose.converged.all()
     assert (loose.steps < tight.steps).all()
     assert_close(loose.pattern, tight.pattern, floor=1e-2)
@@ -499,24 +496,14 @@ def test_implicit_gradient_equals_the_unrolled_one(similarity, separation):
 
     def implicit(memories, beta, similarity, separation, query):
         result = converge(
-            memories,
-            query,
-            beta=beta,
-            separation=separation,
-            similarity=similarity,
-            max_steps=2000,
+            Model(similarity, separation, beta=beta), memories, query, max_steps=2000
         )
         return loss(result.pattern), result.converged
 
     def unrolled(memories, beta, similarity, separation, query):
         return loss(
             retrieve(
-                memories,
-                query,
-                beta=beta,
-                separation=separation,
-                similarity=similarity,
-                steps=300,
+                Model(similarity, separation, beta=beta), memories, query, steps=300
             ).state
         )
 
@@ -538,7 +525,7 @@ def test_implicit_gradient_under_vmap():
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=5)
 
     def state(beta, query):
-        return converge(memories, query, beta=beta, max_steps=1000).pattern
+        return converge(Model(beta=beta), memories, query, max_steps=1000).pattern
 
     betas = jnp.asarray([0.3, 0.6])
     reverse = jax.jit(jax.vmap(jax.jacrev(state)))(betas, query)
@@ -549,16 +536,13 @@ def test_implicit_gradient_under_vmap():
 
 def temporary_bytes(function):
     memories, query = normal(40, DIMENSION), normal(3, DIMENSION, seed=5)
-    gradient = jax.jit(jax.grad(lambda m: function(m, query)[0].sum()))
+    gradient = jax.jit(jax.grad(lambda m: function(Model(beta=2.0), m, query)[0].sum()))
     return gradient.lower(memories).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_gradient_at_a_fixed_point_needs_no_memory_per_step():
     implicit, unrolled = (
-        [
-            temporary_bytes(functools.partial(f, beta=2.0, **{name: n}))
-            for n in (64, 1024)
-        ]
+        [temporary_bytes(functools.partial(f, **{name: n})) for n in (64, 1024)]
         for f, name in ((converge, "max_steps"), (retrieve, "steps"))
     )
     assert implicit[0] == implicit[1]
@@ -569,18 +553,18 @@ def test_gradient_at_a_fixed_point_needs_no_memory_per_step():
 def test_trajectory_equals_retrieve(similarity):
     memories = jnp.asarray(unit(normal(COUNT, DIMENSION)))
     query = normal(2, DIMENSION, seed=5)
-    options = dict(beta=1.5, similarity=similarity)
-    patterns, _, energies = trajectory(memories, query, steps=3, **options)
+    model = Model(similarity, beta=1.5)
+    patterns, _, energies = trajectory(model, memories, query, steps=3)
     assert patterns.shape == (2, 4, DIMENSION)
     np.testing.assert_array_equal(patterns[:, 0], query)
     for steps in (1, 3):
-        expected = retrieve(memories, query, steps=steps, **options).state
+        expected = retrieve(model, memories, query, steps=steps).state
         assert_close(patterns[:, steps], expected)
-    if not has_energy(Softmax(), similarity):
+    if not Model(similarity, beta=1.0).has_energy:
         assert energies is None
         return
     assert energies.shape == (2, 4)
-    first = energy(memories, query, **options)
+    first = energy(model, memories, query)
     assert_close(energies[:, 0], first)
 
 
@@ -598,11 +582,11 @@ def test_energies_are_of_the_returned_features_and_never_rise(similarity):
     options = dict(
         beta=10 ** rng.uniform(-1, 1, 20), separation=Entmax(rng.uniform(1, 2, 20))
     )
-    path = trajectory(memories, query, similarity=similarity, steps=4, **options)
+    path = trajectory(Model(similarity=similarity, **options), memories, query, steps=4)
     keys, bare = similarity.keys(memories), with_kernel(similarity, None)
     assert path.features.shape == (20, 5, keys.shape[-1])
     for step in range(5):
-        own = energy(keys, path.features[:, step], similarity=bare, **options)
+        own = energy(Model(similarity=bare, **options), keys, path.features[:, step])
         assert_close(path.energies[:, step], own)
     rise = jnp.diff(path.energies, axis=-1)
     assert (rise <= 1e-9 * (1 + jnp.abs(path.energies[:, :-1]))).all()
@@ -610,12 +594,11 @@ def test_energies_are_of_the_returned_features_and_never_rise(similarity):
         assert_close(jnp.linalg.norm(path.features, axis=-1), np.ones((20, 5)))
     for steps in (1, 4):
         end = converge(
+            Model(similarity=similarity, **options),
             memories,
             query,
-            similarity=similarity,
             max_steps=steps,
             tolerance=1e-15,
-            **options,
         )
         assert_close(end.pattern, path.patterns[:, steps])
         assert_close(end.features, path.features[:, steps])
@@ -625,11 +608,11 @@ def test_energies_are_of_the_returned_features_and_never_rise(similarity):
 def test_patterns_of_different_norms_are_not_the_features_of_the_cosine():
     memories = jnp.asarray([[3.0, 0.0], [0.0, 0.3], [-0.5, -0.5]])
     query = jnp.asarray([-0.04, -1.31])
-    options = dict(beta=2.0, similarity=Cosine())
-    path = trajectory(memories, query, steps=1, **options)
-    assert_close(path.energies[1], energy(memories, path.features[1], **options))
+    model = Model(Cosine(), beta=2.0)
+    path = trajectory(model, memories, query, steps=1)
+    assert_close(path.energies[1], energy(model, memories, path.features[1]))
     assert_close(path.energies[1], -1.021, floor=1e-3)
-    assert_close(energy(memories, path.patterns[1], **options), -0.751, floor=1e-3)
+    assert_close(energy(model, memories, path.patterns[1]), -0.751, floor=1e-3)
 
 
 ENERGETIC = [
@@ -644,7 +627,9 @@ ENERGETIC = [
     )
     for separation in (Entmax(), TopK(3), Softmax1())
     if isinstance(separation, Entmax)
-    or (similarity.kernel is None and has_energy(separation, similarity))
+    or (
+        similarity.kernel is None and Model(similarity, separation, beta=1.0).has_energy
+    )
 ]
 
 
@@ -655,11 +640,9 @@ def test_an_update_never_raises_the_energy(similarity, separation):
     if isinstance(separation, Entmax):
         separation = Entmax(rng.uniform(1, 2, rows))
     energies = trajectory(
+        Model(similarity, separation, beta=10 ** rng.uniform(-2, 2, rows)),
         normal(100, COUNT, 4),
         2 * normal(*rows, 4, seed=5),
-        beta=10 ** rng.uniform(-2, 2, rows),
-        separation=separation,
-        similarity=similarity,
         steps=2,
     ).energies
     before, after = energies[..., :-1], energies[..., 1:]
@@ -672,14 +655,14 @@ def test_an_update_never_raises_the_energy(similarity, separation):
 @each("similarity", [Dot(), Dot(SQUARE), NegativeSquaredL2()])
 def test_fixed_points_are_stationary_points_of_the_energy(similarity, alpha):
     memories, query = normal(COUNT, DIMENSION), normal(3, DIMENSION, seed=5)
-    options = dict(beta=0.3, separation=Entmax(alpha), similarity=similarity)
-    result = converge(memories, query, max_steps=5000, **options)
+    model = Model(similarity, Entmax(alpha), beta=0.3)
+    result = converge(model, memories, query, max_steps=5000)
     assert result.converged.all()
 
     @jax.jit
     @jax.grad
     def slope(state):
-        return energy(memories, state, **options).sum()
+        return energy(model, memories, state).sum()
 
     assert jnp.abs(slope(query)).max() > 0.1
     np.testing.assert_allclose(slope(result.pattern), 0, atol=1e-7)
@@ -703,18 +686,18 @@ def test_fixed_points_are_stationary_points_of_the_energy(similarity, alpha):
     ids=label,
 )
 def test_which_models_have_an_energy(separation, similarity, expected):
-    assert has_energy(separation, similarity) == expected
+    assert Model(similarity, separation, beta=1.0).has_energy == expected
     memories, query = normal(COUNT, DIMENSION), normal(DIMENSION, seed=5)
-    options = dict(beta=1.0, separation=separation, similarity=similarity)
+    model = Model(similarity, separation, beta=1.0)
     if expected:
-        assert jnp.isfinite(energy(memories, query, **options))
+        assert jnp.isfinite(energy(model, memories, query))
         return
     with pytest.raises(
         ValueError, match=f"no energy is known that .*{type(separation).__name__}"
     ):
-        energy(memories, query, **options)
+        energy(model, memories, query)
     if similarity.kernel is None:
-        assert converge(memories, query, **options).energy is None
+        assert converge(model, memories, query).energy is None
 
 
 def test_one_program_for_many_numbers(compilations):
@@ -725,11 +708,9 @@ def test_one_program_for_many_numbers(compilations):
         (1.0, 2.0, 3.0, 0.5), (1.2, 1.5, 2.0, 1.0), kernels, strict=True
     ):
         retrieve(
+            Model(Dot(LinearKernel(kernel)), Entmax(alpha), beta=beta),
             memories,
             query,
-            beta=beta,
-            separation=Entmax(alpha),
-            similarity=Dot(LinearKernel(kernel)),
             steps=2,
         )
         counts.append(len(compilations))
@@ -743,20 +724,22 @@ def test_one_program_for_many_numbers(compilations):
 def test_dtypes(similarity, dtype):
     memories = normal(COUNT, DIMENSION, dtype=dtype)
     query = normal(2, DIMENSION, seed=5, dtype=dtype)
-    arguments = dict(beta=1.0, separation=Softmax(), similarity=similarity, steps=2)
-    result = retrieve(memories, query, **arguments)
+    model = Model(similarity, beta=1.0)
+    result = retrieve(model, memories, query, steps=2)
     assert result.state.dtype == result.weights.dtype == dtype
-    assert_rows_equal_naive(result, memories, query, **arguments)
+    assert_rows_equal_naive(result, memories, query, **vars(model), steps=2)
 
 
 @every_dtype
 def test_converge_in_every_dtype(dtype):
     memories = normal(COUNT, DIMENSION, dtype=dtype)
     query = normal(2, DIMENSION, seed=5, dtype=dtype)
-    result = converge(memories, query, beta=0.5)
+    result = converge(Model(beta=0.5), memories, query)
     assert result.pattern.dtype == result.weights.dtype == dtype
     assert result.converged.all()
-    exact = converge(memories.astype(jnp.float64), query.astype(jnp.float64), beta=0.5)
+    exact = converge(
+        Model(beta=0.5), memories.astype(jnp.float64), query.astype(jnp.float64)
+    )
     assert_close(result.pattern, exact.pattern, floor=1e-5)
 
 
@@ -773,10 +756,10 @@ def test_mixed_dtypes(similarity, first, second, expected):
     for one, other in ((first, second), (second, first)):
         memories = normal(COUNT, DIMENSION, dtype=one)
         query = normal(2, DIMENSION, seed=5, dtype=other)
-        arguments = dict(beta=1.0, separation=Softmax(), similarity=similarity, steps=1)
-        result = retrieve(memories, query, **arguments)
+        model = Model(similarity, beta=1.0)
+        result = retrieve(model, memories, query)
         assert result.state.dtype == expected
-        assert_rows_equal_naive(result, memories, query, **arguments)
+        assert_rows_equal_naive(result, memories, query, **vars(model), steps=1)
 
 
 @pytest.mark.parametrize("restricted", [False, True])
@@ -792,12 +775,15 @@ def test_memories_are_never_tiled(similarity, restricted):
         text = lowered.as_text() + lowered.compile().as_text()
         return any(name in text for pair in spellings for name in pair)
 
-    options = dict(beta=1.0, similarity=similarity, observed=observed)
-    assert not tiled(lambda memories, query: retrieve(memories, query, **options))
+    model = Model(similarity, beta=1.0)
+    assert not tiled(
+        lambda memories, query: retrieve(model, memories, query, observed=observed)
+    )
     assert tiled(lambda memories, query: abs(query[:, None] - memories[None]).sum(-1))
 
 
 MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
+PARTS = [field.name for field in dataclasses.fields(Model)]
 
 
 @pytest.mark.parametrize(
@@ -855,13 +841,19 @@ MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
             r"\(2,\) memory sets, so query .*got \(5,\)",
         ),
         (
-            retrieve,
+            check,
             dict(memories=MEMORIES * jnp.nan),
             "memories must be finite, got 20",
         ),
-        (retrieve, dict(query=QUERY * jnp.inf), "query must be finite, got 10"),
+        (check, dict(beta=jnp.zeros(2)), "beta must be positive and finite, got 0"),
         (
-            retrieve,
+            check,
+            dict(separation=Entmax(jnp.zeros(()))),
+            "alpha must be at least 1, got 0",
+        ),
+        (check, dict(query=QUERY * jnp.inf), "query must be finite, got 10"),
+        (
+            check,
             dict(values=jnp.full((4, 1), jnp.nan)),
             "values must be finite, got 4",
         ),
@@ -941,8 +933,9 @@ MEMORIES, QUERY = jnp.ones((4, 5)), jnp.ones((2, 5))
 )
 def test_bad_input(untyped, call, arguments, message):
     arguments = {"memories": MEMORIES, "query": QUERY, "beta": 1.0, **arguments}
+    parts = {name: arguments.pop(name) for name in PARTS if name in arguments}
     with pytest.raises(ValueError, match=message):
-        call(arguments.pop("memories"), arguments.pop("query"), **arguments)
+        call(Model(**parts), **arguments)
 
 
 @pytest.mark.parametrize("separation", [*SEPARATIONS[:-1], TopK(2)], ids=repr)
@@ -955,25 +948,26 @@ def test_any_inverse_temperature(separation, scale):
     overlaps = scale * rows @ rows.T
     z = np.asarray(betas, np.float64)[:, None, None] * overlaps
     expected = naive_weights(separation, z)
-    options = dict(beta=betas[:, None], separation=separation)
-    assert_close(retrieve(memories, query, **options).weights, expected)
+    model = Model(separation=separation, beta=betas[:, None])
+    assert_close(retrieve(model, memories, query).weights, expected)
     for source in (memories, np.asarray(memories)):
-        result = retrieve_streamed(source, query, top=2, block=1, **options)
+        result = retrieve_streamed(model, source, query, top=2, block=1)
         assert_close(result.weights, -np.sort(-expected))
         assert_close(result.state / scale, expected @ rows)
-    fixed = converge(memories, query, **options)
-    path = trajectory(memories, query, steps=2, **options)
+    fixed = converge(model, memories, query)
+    path = trajectory(model, memories, query, steps=2)
     assert jnp.isfinite(fixed.pattern).all() and jnp.isfinite(path.patterns).all()
     if fixed.energy is not None:
         assert jnp.isfinite(fixed.energy).all() and jnp.isfinite(path.energies).all()
         top = overlaps.max(-1)
         top = np.maximum(top, 0.0) if separation == Softmax1() else top
         own = 0.5 * (rows * rows).sum(-1)
-        result = energy(memories, query, **options)[2:]  # one-hot
+        result = energy(model, memories, query)[2:]  # one-hot
         assert_close(result / scale, np.tile((own - top) / scale, (4, 1)))
 
     def total(run, memories, query, beta):
-        result = run(memories, query, beta=beta[:, None], separation=separation)
+        model = Model(separation=separation, beta=beta[:, None])
+        result = run(model, memories, query)
         return result.state.sum()
 
     for run in (retrieve, retrieve_streamed):
@@ -987,4 +981,4 @@ def test_raw_images_at_a_high_inverse_temperature():
     memories = np.random.default_rng(0).integers(0, 256, (10, 3072))
     memories = jnp.asarray(memories, jnp.float32)
     for run in (retrieve, retrieve_streamed):
-        assert_close(run(memories, memories, beta=100.0).state, memories)
+        assert_close(run(Model(beta=100.0), memories, memories).state, memories)

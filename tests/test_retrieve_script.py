@@ -19,9 +19,9 @@ from uhop_jax import (
     Centering,
     Dot,
     Mask,
+    Model,
     NegativeSquaredL2,
     Noise,
-    Softmax,
     command_line,
     data,
     experiments,
@@ -698,7 +698,7 @@ def stored(tmp_path_factory):
     with jax.enable_x64(False):
         one, table = jnp.ones(()), jnp.ones((1, 1))
         model = Calibration(
-            *(NegativeSquaredL2(), Softmax(), 20 * one, one, one, one),
+            *(Model(NegativeSquaredL2(), beta=20 * one), one, one, one),
             *(table, table[None], table, "squared L2", ("squared L2",), ("Softmax()",)),
         )
         memory = CalibratedMemory(

@@ -50,8 +50,8 @@ for similarity in (uhop.Dot(), uhop.Cosine(), uhop.NegativeSquaredL2()):
             continue
         @jax.jit
         def run(memories, mask, query):
-            return uhop.retrieve(memories, query, beta=2.0, separation=separation,
-                                 similarity=similarity, mask=mask, steps=2).state
+            model = uhop.Model(similarity, separation, beta=2.0)
+            return uhop.retrieve(model, memories, query, mask=mask, steps=2).state
         program = run.lower(split.memories, split.mask, query).compile()
         assert not gathered(program, memories.size), (separation, similarity)
         alone = run(jnp.asarray(memories), None, jnp.asarray(query))
@@ -111,22 +111,23 @@ def results(memories, parameters, queries, bags):
     for s in separations:
         yield s(queries)
         yield uhop.retrieve_streamed(
-            memories, queries, beta=2.0, separation=s, block=3, query_block=1, top=2)[0]
+            uhop.Model(separation=s, beta=2.0), memories, queries, block=3,
+            query_block=1, top=2)[0]
     for s in similarities:
-        options = dict(beta=0.5, similarity=s)
-        yield uhop.converge(memories, queries, **options).pattern
-        yield uhop.retrieve_streamed(memories, queries, block=3, **options).state
-    yield uhop.trajectory(memories, queries, separation=sparse, **options).patterns
+        model = uhop.Model(s, beta=0.5)
+        yield uhop.converge(model, memories, queries).pattern
+        yield uhop.retrieve_streamed(model, memories, queries, block=3).state
+    yield uhop.trajectory(uhop.Model(s, sparse, beta=0.5), memories, queries).patterns
     seen = queries > -0.5
-    yield uhop.retrieve(memories, queries, observed=seen, **options).state
+    yield uhop.retrieve(model, memories, queries, observed=seen).state
     for module in map(nnx.merge, graphs, parameters):
         yield module(bags)
 
 def few(memories, parameters, queries, bags):
-    options = dict(beta=2.0, similarity=uhop.NegativeL1())
-    yield uhop.converge(memories, queries, separation=sparse, **options).pattern
-    yield uhop.retrieve_streamed(
-        memories, queries, separation=uhop.Entmax(1.3), block=3, **options).state
+    model = uhop.Model(uhop.NegativeL1(), sparse, beta=2.0)
+    yield uhop.converge(model, memories, queries).pattern
+    model = uhop.Model(uhop.NegativeL1(), uhop.Entmax(1.3), beta=2.0)
+    yield uhop.retrieve_streamed(model, memories, queries, block=3).state
     yield uhop.TopK(2)(queries)
     yield nnx.merge(graphs[3], parameters[3])(bags)
 

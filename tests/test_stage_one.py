@@ -19,6 +19,7 @@ from uhop_jax import (
     LinearKernel,
     LowRankKernel,
     Mask,
+    Model,
     Noise,
     fit,
     fit_annealed,
@@ -670,7 +671,7 @@ def test_likelihood_is_near_the_limit(corrupt, rank, most):
     target = jnp.tile(memories, (20, 1))
     query = corrupt(jax.random.key(1), target)
     kernel = fit_likelihood(jax.random.key(2), memories, corrupt, rank=rank)
-    state = retrieve(memories, query, beta=1.0, similarity=Dot(kernel)).state
+    state = retrieve(Model(Dot(kernel), beta=1.0), memories, query).state
     exact = posterior_mean(corrupt, memories, query)
     error, limit = (((x - target) ** 2).sum(-1).mean() for x in (state, exact))
     assert limit > 0.3
@@ -684,7 +685,7 @@ def test_likelihood_of_few_memories_learns_from_each(number, low):
     kernel = fit_likelihood(jax.random.key(1), memories, noise)
     target = jnp.tile(memories, (100, 1))
     query = noise(jax.random.key(2), target)
-    state = retrieve(memories, query, beta=1.0, similarity=Dot(kernel)).state
+    state = retrieve(Model(Dot(kernel), beta=1.0), memories, query).state
     exact = posterior_mean(noise, memories, query)
     error, limit = (((x - target) ** 2).mean() for x in (state, exact))
     assert error < 2 * limit
@@ -729,7 +730,7 @@ def test_likelihood_retrieves_what_cosine_cannot():
     query = Mask(0.8)(jax.random.key(1), memories)
 
     def error(similarity, beta):
-        state = retrieve(memories, query, beta=beta, similarity=similarity).state
+        state = retrieve(Model(similarity, beta=beta), memories, query).state
         return float(((state - memories) ** 2).sum(-1).mean())
 
     kernel = fit_likelihood(jax.random.key(2), memories, Mask(0.8))
@@ -748,7 +749,7 @@ def test_likelihood_of_known_masks_is_the_posterior_given_the_observed(hidden):
     query, observed = known_mask(jax.random.key(1), memories)
     kernel = fit_likelihood(KEY, memories, known_mask, copies=1000)
     state = retrieve(
-        memories, query, beta=1.0, similarity=Dot(kernel), observed=observed
+        Model(Dot(kernel), beta=1.0), memories, query, observed=observed
     ).state
     exact = posterior_mean(Mask(0.5, known=True), memories, query, observed=observed)
     np.testing.assert_allclose(state, exact, atol=0.01)

@@ -15,6 +15,7 @@ from uhop_jax import (
     Entmax,
     LinearKernel,
     Memory,
+    Model,
     NegativeL1,
     NegativeSquaredL2,
     Polynomial,
@@ -76,9 +77,9 @@ def sources(x, path):
 @pytest.mark.parametrize(("separation", "similarity"), CASES, ids=label)
 def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
     beta = jnp.asarray([0.3, 1.0, 2.0, 6.0])
-    options = dict(beta=beta, separation=separation, similarity=similarity, steps=2)
+    model = Model(similarity, separation, beta=beta)
     query, values = jnp.asarray(QUERY), jnp.asarray(VALUES)
-    direct = retrieve(jnp.asarray(MEMORIES), query, values=values, **options)
+    direct = retrieve(model, jnp.asarray(MEMORIES), query, values=values, steps=2)
     best, index = jax.lax.top_k(direct.weights, 2)
     pairs = zip(
         sources(MEMORIES, tmp_path / "m.npy"),
@@ -87,7 +88,14 @@ def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
     )
     for memories, own in pairs:
         streamed = retrieve_streamed(
-            memories, query, values=own, block=16, query_block=3, top=2, **options
+            model,
+            memories,
+            query,
+            steps=2,
+            values=own,
+            block=16,
+            query_block=3,
+            top=2,
         )
         assert_close(streamed.state, direct.state, scale=100)
         assert_close(streamed.weights, best, floor=1e-8)
@@ -112,12 +120,12 @@ def test_known_components_alone_are_compared(separation, similarity, tmp_path):
         similarity = Dot(kernel)
     observed = jnp.asarray(normal(4, D, seed=3) > -0.3)
     query = jnp.where(observed, jnp.asarray(QUERY), jnp.nan)
-    options = dict(beta=jnp.asarray([0.3, 1.0, 2.0, 6.0]), separation=separation)
-    options |= dict(similarity=similarity, observed=observed)
-    direct = retrieve(jnp.asarray(MEMORIES), query, **options)
+    model = Model(similarity, separation, beta=jnp.asarray([0.3, 1.0, 2.0, 6.0]))
+    known = {"observed": observed}
+    direct = retrieve(model, jnp.asarray(MEMORIES), query, **known)
     for memories in sources(MEMORIES, tmp_path / "m.npy"):
         streamed = retrieve_streamed(
-            memories, query, block=16, query_block=3, top=1, **options
+            model, memories, query, block=16, query_block=3, top=1, **known
         )
         assert_close(streamed.state, direct.state, scale=100)
         assert_close(streamed.weights[..., 0], direct.weights.max(-1), floor=1e-8)
@@ -132,11 +140,11 @@ def test_steep_weights_equal_the_direct_ones(beta):
     query = jnp.asarray(QUERY.reshape(8, D))
     ties = np.concatenate([MEMORIES[:20], MEMORIES[:20], np.zeros((61, D))])
     for rows in (MEMORIES, ties):
-        options = dict(beta=beta, separation=Entmax(alphas))
-        direct = retrieve(jnp.asarray(rows), query, **options)
+        model = Model(separation=Entmax(alphas), beta=beta)
+        direct = retrieve(model, jnp.asarray(rows), query)
         best, _ = jax.lax.top_k(direct.weights, 3)
         for source in (jnp.asarray(rows), rows):
-            streamed = retrieve_streamed(source, query, block=16, top=3, **options)
+            streamed = retrieve_streamed(model, source, query, block=16, top=3)
             assert_close(streamed.state, direct.state, floor=1e-7)
             assert_close(streamed.weights, best, floor=1e-7)
 
@@ -144,7 +152,7 @@ def test_steep_weights_equal_the_direct_ones(beta):
 @pytest.mark.parametrize("alpha", [2.5, 3.0, 5.0])
 def test_steep_gradients_equal_the_direct_ones(alpha):
     def loss(run, memories, query, beta, alpha):
-        state = run(memories, query, beta=beta, separation=Entmax(alpha)).state
+        state = run(Model(separation=Entmax(alpha), beta=beta), memories, query).state
         return (state * jnp.arange(float(D))[None, None]).sum()
 
     arguments = (jnp.asarray(MEMORIES), jnp.asarray(QUERY), 0.3, alpha)
@@ -160,7 +168,7 @@ def test_steep_gradients_equal_the_direct_ones(alpha):
 def test_second_derivatives_are_refused():
     def loss(query):
         return (
-            retrieve_streamed(jnp.asarray(MEMORIES), query, beta=1.0).state ** 2
+            retrieve_streamed(Model(beta=1.0), jnp.asarray(MEMORIES), query).state ** 2
         ).sum()
 
     with pytest.raises(ValueError, match="has first derivatives alone"):
@@ -171,8 +179,8 @@ def test_gradient_with_known_components():
     observed = jnp.asarray(normal(4, D, seed=3) > -0.3)
 
     def loss(function, memories, query):
-        options = dict(beta=2.0, similarity=Cosine(), observed=observed)
-        return (function(memories, query, **options).state ** 2).sum()
+        model = Model(Cosine(), beta=2.0)
+        return (function(model, memories, query, observed=observed).state ** 2).sum()
 
     arguments = jnp.asarray(MEMORIES), jnp.asarray(QUERY)
     streamed = jax.grad(lambda *x: loss(retrieve_streamed, *x), (0, 1))(*arguments)
@@ -184,10 +192,10 @@ def test_gradient_with_known_components():
 @pytest.mark.parametrize("on_host", [False, True])
 def test_any_block(block, on_host):
     memories = MEMORIES if on_host else jnp.asarray(MEMORIES)
-    options = dict(beta=1.0, separation=Sparsemax())
+    model = Model(separation=Sparsemax(), beta=1.0)
     query = jnp.asarray(QUERY)
-    streamed = retrieve_streamed(memories, query, block=block, **options)
-    direct = retrieve(jnp.asarray(MEMORIES), query, **options)
+    streamed = retrieve_streamed(model, memories, query, block=block)
+    direct = retrieve(model, jnp.asarray(MEMORIES), query)
     assert_close(streamed.state, direct.state)
 
 
@@ -210,11 +218,9 @@ def test_gradients_equal_the_gradients_of_direct_retrieval(separation, similarit
     def gradients(run, **options):
         def loss(memories, query, values, beta, separation, similarity):
             state = run(
+                Model(similarity, separation, beta=beta),
                 memories,
                 query,
-                beta=beta,
-                separation=separation,
-                similarity=similarity,
                 steps=2,
                 values=values,
                 mask=mask,
@@ -235,10 +241,12 @@ def test_gradients_equal_the_gradients_of_direct_retrieval(separation, similarit
 def test_dtypes(separation, dtype):
     memories, query = (jnp.asarray(x, dtype) for x in (MEMORIES, QUERY))
     streamed = retrieve_streamed(
-        memories, query, beta=2.0, separation=separation, block=16, top=1
+        Model(separation=separation, beta=2.0), memories, query, block=16, top=1
     )
     exact = retrieve(
-        memories.astype(float), query.astype(float), beta=2.0, separation=separation
+        Model(separation=separation, beta=2.0),
+        memories.astype(float),
+        query.astype(float),
     )
     assert streamed.state.dtype == streamed.weights.dtype == dtype
     steep = 30 if separation == Entmax(3.0) else 4
@@ -250,7 +258,7 @@ def test_half_precision_sums_in_float32():
     memories = jnp.ones((10_000, 2), jnp.float16)
     for separation in (Softmax(), Sparsemax(), Entmax(1.5)):
         streamed = retrieve_streamed(
-            memories, jnp.ones(2, jnp.float16), beta=1.0, separation=separation
+            Model(separation=separation, beta=1.0), memories, jnp.ones(2, jnp.float16)
         )
         assert_close(streamed.state, np.ones(2))
 
@@ -269,7 +277,7 @@ def test_short_exponential():
 def test_no_array_has_the_size_of_all_overlaps(separation):
     def run(memories, query):
         return retrieve_streamed(
-            memories, query, beta=1.0, separation=separation, block=64
+            Model(separation=separation, beta=1.0), memories, query, block=64
         ).state.sum()
 
     memories = jax.ShapeDtypeStruct((20_001, 4), jnp.float32)
@@ -282,7 +290,7 @@ def test_no_array_has_the_size_of_all_overlaps(separation):
 def test_nan_in_a_memory_shows():
     memories = MEMORIES.copy()
     memories[50, 0] = np.nan
-    streamed = retrieve_streamed(memories, jnp.asarray(QUERY), beta=1.0)
+    streamed = retrieve_streamed(Model(beta=1.0), memories, jnp.asarray(QUERY))
     assert jnp.isnan(streamed.state).any()
 
 
@@ -293,8 +301,8 @@ def test_an_iterator_is_opened_once_for_every_pass():
         opened.append(1)
         return iter(np.split(MEMORIES, [3, 40]))
 
-    streamed = retrieve_streamed(blocks, jnp.asarray(QUERY), beta=1.0)
-    direct = retrieve(jnp.asarray(MEMORIES), jnp.asarray(QUERY), beta=1.0)
+    streamed = retrieve_streamed(Model(beta=1.0), blocks, jnp.asarray(QUERY))
+    direct = retrieve(Model(beta=1.0), jnp.asarray(MEMORIES), jnp.asarray(QUERY))
     assert_close(streamed.state, direct.state)
     assert len(opened) == 1
 
@@ -312,24 +320,24 @@ def test_an_iterator_that_has_been_read_is_refused(options, wrapped, message):
     once = iter(np.split(MEMORIES, [3, 40]))
     with pytest.raises(ValueError, match=f"memories: .*{message}"):
         retrieve_streamed(
-            lambda: wrapped(once), jnp.asarray(QUERY), beta=1.0, **options
+            Model(beta=1.0), lambda: wrapped(once), jnp.asarray(QUERY), **options
         )
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("separation", "top", "message"),
     [
-        (dict(top=COUNT + 1), f"top must be at most {COUNT}, got {COUNT + 1}"),
-        (dict(separation=TopK(COUNT + 1)), f"k must be at most {COUNT}"),
+        (Softmax(), COUNT + 1, f"top must be at most {COUNT}, got {COUNT + 1}"),
+        (TopK(COUNT + 1), 0, f"k must be at most {COUNT}"),
     ],
 )
-def test_the_rows_of_an_iterator_are_counted(options, message):
+def test_the_rows_of_an_iterator_are_counted(separation, top, message):
+    model = Model(separation=separation, beta=1.0)
     with pytest.raises(ValueError, match=message):
-        retrieve_streamed(
-            lambda: iter([MEMORIES]), jnp.asarray(QUERY), beta=1.0, **options
-        )
+        retrieve_streamed(model, lambda: iter([MEMORIES]), jnp.asarray(QUERY), top=top)
 
 
+PARTS = ("similarity", "separation", "beta")
 WRONG = [
     (
         dict(memories="nowhere.npy"),
@@ -377,8 +385,10 @@ WRONG = [
 @pytest.mark.parametrize(("change", "message"), WRONG)
 def test_wrong_input(change, message, untyped):
     arguments = dict(memories=jnp.asarray(MEMORIES), query=jnp.asarray(QUERY), beta=1.0)
+    arguments |= change
+    parts = {name: arguments.pop(name) for name in PARTS if name in arguments}
     with pytest.raises(ValueError, match=message):
-        retrieve_streamed(**(arguments | change))
+        retrieve_streamed(Model(**parts), **arguments)
 
 
 @pytest.mark.parametrize("kind", ["zip", "npz", "header", "objects", "long double"])
@@ -402,14 +412,14 @@ def test_files_that_cannot_be_streamed(kind, tmp_path):
     name = "x.npz" if kind == "npz" else "x.npy"
     message = message if kind == "long double" else f"{name} {message}"
     with pytest.raises(ValueError, match=f"memories.*{message}"):
-        retrieve_streamed(path, jnp.asarray(QUERY), beta=1.0)
+        retrieve_streamed(Model(beta=1.0), path, jnp.asarray(QUERY))
 
 
 def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     np.save(tmp_path / "home.npy", MEMORIES)
-    streamed = retrieve_streamed("~/home.npy", jnp.asarray(QUERY), beta=1.0)
-    direct = retrieve_streamed(MEMORIES, jnp.asarray(QUERY), beta=1.0)
+    streamed = retrieve_streamed(Model(beta=1.0), "~/home.npy", jnp.asarray(QUERY))
+    direct = retrieve_streamed(Model(beta=1.0), MEMORIES, jnp.asarray(QUERY))
     np.testing.assert_array_equal(streamed.state, direct.state)
 
 
@@ -418,17 +428,19 @@ def test_the_byte_order_does_not_matter(dtype, tmp_path):
     swapped = (MEMORIES * 4).astype(dtype)
     native = swapped.astype(swapped.dtype.newbyteorder("="))
     np.save(tmp_path / "x.npy", swapped)
-    options = dict(query=jnp.asarray(QUERY), beta=1.0, separation=TopK(3), top=2)
-    expected = retrieve_streamed(native, **options)
+    model, query = Model(separation=TopK(3), beta=1.0), jnp.asarray(QUERY)
+    expected = retrieve_streamed(model, native, query, top=2)
     for source in (swapped, tmp_path / "x.npy", lambda: iter([swapped])):
-        streamed = retrieve_streamed(source, **options)
+        streamed = retrieve_streamed(model, source, query, top=2)
         for part, expected_part in zip(streamed, expected, strict=True):
             np.testing.assert_array_equal(part, expected_part)
 
 
 def test_host_memories_inside_jit_are_refused():
     with pytest.raises(ValueError, match="read on the host, which jit"):
-        jax.jit(lambda q: retrieve_streamed(MEMORIES, q, beta=1.0))(jnp.asarray(QUERY))
+        jax.jit(lambda q: retrieve_streamed(Model(beta=1.0), MEMORIES, q))(
+            jnp.asarray(QUERY)
+        )
 
 
 def test_a_growing_memory(tmp_path):
@@ -440,13 +452,17 @@ def test_a_growing_memory(tmp_path):
     memory, slots = memory.add(MEMORIES[31], VALUES[31])
     np.testing.assert_array_equal(slots, [3])
     kept = [0, 1, 2, 31, 4, 30, 6, *range(8, 20)]
-    options = dict(beta=2.0, separation=Entmax(1.5), steps=2)
+    model = Model(separation=Entmax(1.5), beta=2.0)
     query = jnp.asarray(QUERY)
     expected = retrieve(
-        jnp.asarray(MEMORIES[kept]), query, values=jnp.asarray(VALUES[kept]), **options
+        model,
+        jnp.asarray(MEMORIES[kept]),
+        query,
+        values=jnp.asarray(VALUES[kept]),
+        steps=2,
     )
     for one in (memory, uhop_jax.load(uhop_jax.save(tmp_path / "m", memory))):
-        result = one.retrieve(query, **options)
+        result = one.retrieve(model, query, steps=2)
         assert_close(result.state, expected.state)
         assert_close(result.weights[..., memory.slots], expected.weights)
 

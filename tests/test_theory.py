@@ -1,5 +1,6 @@
 """Each statement of the paper as corrected, and counterexamples to printed ones."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,7 @@ import pytest
 from conftest import assert_close
 
 import uhop_jax as uj
-from uhop_jax import theory
+from uhop_jax import Model, theory
 from uhop_jax.theory._geometry import image_of
 from uhop_jax.theory.storing import _sample_ball
 
@@ -97,11 +98,13 @@ def test_retrieval_dynamics_never_raise_the_energy(rank):
     for seed in range(10):
         weights = gaussian(seed + 300, 9, rank) @ projection
         result = uj.trajectory(
+            uj.Model(
+                uj.Dot(uj.LinearKernel(weights)),
+                uj.Entmax(alphas),
+                beta=jnp.exp(gaussian(seed + 200, 8, 5)),
+            ),
             gaussian(seed, 7, 6),
             jnp.broadcast_to(2 * gaussian(seed + 100, 8, 1, 6), (8, 5, 6)),
-            beta=jnp.exp(gaussian(seed + 200, 8, 5)),
-            separation=uj.Entmax(alphas),
-            similarity=uj.Dot(uj.LinearKernel(weights)),
             steps=6,
         )
         scale = jnp.abs(result.energies).max()
@@ -110,26 +113,24 @@ def test_retrieval_dynamics_never_raise_the_energy(rank):
 
 def test_limit_points_are_stationary_points_of_the_energy():
     memories = gaussian(0, 7, 6)
-    model = {
-        "beta": 0.3,
-        "separation": uj.Entmax(jnp.repeat(jnp.array([1.0, 1.5, 2.0]), 7)),
-        "similarity": uj.Dot(uj.LinearKernel(gaussian(1, 9, 6))),
-    }
-    limit = uj.converge(memories, gaussian(2, 21, 6), max_steps=5000, **model)
+    separation = uj.Entmax(jnp.repeat(jnp.array([1.0, 1.5, 2.0]), 7))
+    kernel = uj.LinearKernel(gaussian(1, 9, 6))
+    model = uj.Model(uj.Dot(kernel), separation, beta=0.3)
+    limit = uj.converge(model, memories, gaussian(2, 21, 6), max_steps=5000)
     assert limit.converged.all()
-    slope = jax.grad(lambda x: uj.energy(memories, x, **model).sum())(limit.pattern)
+    slope = jax.grad(lambda x: uj.energy(model, memories, x).sum())(limit.pattern)
     assert_close(slope, jnp.zeros_like(slope))
-    assert_close(uj.retrieve(memories, limit.pattern, **model).state, limit.pattern)
+    assert_close(uj.retrieve(model, memories, limit.pattern).state, limit.pattern)
 
 
 def test_a_limit_point_need_not_be_a_local_minimum():
     # The proof of [lemma:convergence] ends with "converge to local minimum".
     memories = jnp.array([[1.0, 0.0], [-1.0, 0.0]])
-    limit = uj.retrieve(memories, jnp.array([0.0, 1.0]), beta=3.0).state
+    limit = uj.retrieve(uj.Model(beta=3.0), memories, jnp.array([0.0, 1.0])).state
     assert (limit == 0).all()
-    assert (uj.retrieve(memories, limit, beta=3.0).state == limit).all()
+    assert (uj.retrieve(uj.Model(beta=3.0), memories, limit).state == limit).all()
     aside = limit + jnp.array([0.1, 0.0])
-    energy = uj.energy(memories, jnp.stack([limit, aside]), beta=3.0)
+    energy = uj.energy(uj.Model(beta=3.0), memories, jnp.stack([limit, aside]))
     assert energy[1] < energy[0] - 1e-3
 
 
@@ -170,7 +171,7 @@ def test_error_bounds_hold_in_the_ball_and_follow_from_one_another(similarity):
         model = {"beta": beta, "similarity": similarity}
         radius = theory.radius(memories, similarity=similarity)
         query = ball(seed, memories, similarity, radius)
-        state, weights = uj.retrieve(memories, query, **model)
+        state, weights = uj.retrieve(uj.Model(**model), memories, query)
         error = norm(state - memories[:, None])
         own = theory.weight_error_bound(memories, weights)
         own = jnp.diagonal(own, axis1=0, axis2=2).T
@@ -289,10 +290,12 @@ def test_exact_retrieval_if_and_only_if_the_slack_is_not_negative(
                 "beta": float(factor / ((alpha - 1) * lead[mu])),
                 "separation": uj.Entmax(alpha),
             }
-            slack = theory.exact_retrieval_slack(memories, **model, **where)
+            slack = theory.exact_retrieval_slack(
+                Model(similarity, **model), memories, distance=distance
+            )
             assert (slack[int(mu)] >= 0) == (factor > 1)
             state, weights = uj.retrieve(
-                memories, query, similarity=similarity, **model
+                uj.Model(similarity=similarity, **model), memories, query
             )
             exact = (np.delete(np.asarray(weights), mu, axis=1) == 0).all()
             if factor > 1:
@@ -311,7 +314,7 @@ def test_exact_retrieval_on_the_sphere_and_the_inequalities_of_the_paper():
     largest = jnp.where(jnp.eye(5, dtype=bool), -jnp.inf, rbf).max(-1)
     bound = 2 * t / (beta * (alpha - 1))
     slack = theory.exact_retrieval_slack(
-        memories, beta=beta, separation=uj.Entmax(alpha)
+        Model(separation=uj.Entmax(alpha), beta=beta), memories
     )
     assert ((largest <= -bound) == (slack >= 0)).all()
     assert 0 < (slack >= 0).sum() < 5
@@ -336,17 +339,19 @@ def test_rbf_is_the_inner_product_on_the_sphere():
 def test_a_mixture_of_memories_is_a_fixed_point_without_one_hot_weights():
     memories = jnp.array([[-1.0], [0.0], [1.0]])
     model = {"beta": 1.0, "separation": uj.Entmax(1.5)}
-    assert theory.exact_retrieval_slack(memories, **model)[1] < 0
-    assert uj.retrieve(memories, memories[1], **model).state == 0
+    assert theory.exact_retrieval_slack(Model(**model), memories)[1] < 0
+    assert uj.retrieve(uj.Model(**model), memories, memories[1]).state == 0
 
 
 def test_softmax_is_never_exact():
     memories = unit(gaussian(0, 5, 6))
     for beta in (0.1, 1.0, 10.0, 40.0):
-        weights = uj.retrieve(memories, memories, beta=beta).weights
+        weights = uj.retrieve(uj.Model(beta=beta), memories, memories).weights
         assert (weights > 0).all()  # the largest rounds to one
     for separation in (uj.Softmax(), uj.Softmax1(), uj.Entmax(1.0), uj.TopK(2)):
-        slack = theory.exact_retrieval_slack(memories, beta=10.0, separation=separation)
+        slack = theory.exact_retrieval_slack(
+            Model(separation=separation, beta=10.0), memories
+        )
         assert (slack == -jnp.inf).all()
 
 
@@ -362,25 +367,38 @@ def closest(memories):
     return 2 * theory.radius(memories)
 
 
+def slack_at(model, beta, memories):
+    return theory.exact_retrieval_slack(dataclasses.replace(model, beta=beta), memories)
+
+
 def test_sufficient_and_necessary_distances_for_exact_retrieval():
     separation, lost = uj.Entmax(1.5), 0
     for seed in range(10):
         memories, kernel = equal_feature_norms(seed)
-        one = theory.exact_retrieval_distance(kernel, beta=1.0, separation=separation)
+        model = Model(uj.Dot(kernel), separation, beta=1.0)
+        one = theory.exact_retrieval_distance(model)
         values = np.linalg.svd(np.asarray(kernel.weights), compute_uv=False)
         assert_close(one.sufficient, math.sqrt(4) / values[-1])
         assert_close(one.necessary, math.sqrt(4) / values[0])
-        model = {"separation": separation, "similarity": uj.Dot(kernel)}
         # At this beta the memories are just far enough apart.
         beta = float((one.sufficient / closest(memories)) ** 2) * (1 + 1e-9)
-        slack = theory.exact_retrieval_slack(memories, beta=beta, **model)
+        slack = theory.exact_retrieval_slack(
+            dataclasses.replace(model, beta=beta), memories
+        )
         assert (slack >= 0).all()
         # With the upper Lipschitz constant, the paper's, not: it is necessary only.
         beta = float((one.necessary / closest(memories)) ** 2) * (1 + 1e-9)
         lost += int(
-            (theory.exact_retrieval_slack(memories, beta=beta, **model) < 0).any()
+            (
+                theory.exact_retrieval_slack(
+                    dataclasses.replace(model, beta=beta), memories
+                )
+                < 0
+            ).any()
         )
-        slack = theory.exact_retrieval_slack(memories, beta=0.99 * beta, **model)
+        slack = theory.exact_retrieval_slack(
+            dataclasses.replace(model, beta=0.99 * beta), memories
+        )
         assert (slack < 0).any()
     assert lost == 10
 
@@ -389,31 +407,37 @@ def test_distance_needs_only_that_no_other_feature_norm_is_larger():
     separation = uj.Sparsemax()
     for seed in range(20):
         memories = gaussian(seed, 5, 6)
-        need = theory.exact_retrieval_distance(None, beta=1.0, separation=separation)
+        need = theory.exact_retrieval_distance(Model(uj.Dot(), separation, beta=1.0))
         memories = memories * 1.0001 * need.sufficient / closest(memories)
-        slack = theory.exact_retrieval_slack(memories, beta=1.0, separation=separation)
+        slack = theory.exact_retrieval_slack(
+            Model(separation=separation, beta=1.0), memories
+        )
         norms = jnp.linalg.norm(memories, axis=-1)
         assert slack[jnp.argmax(norms)] >= 0
         # The necessary one, for the memory of the smallest norm, by contraposition.
         memories = memories * 0.999 * need.necessary / closest(memories)
-        slack = theory.exact_retrieval_slack(memories, beta=1.0, separation=separation)
+        slack = theory.exact_retrieval_slack(
+            Model(separation=separation, beta=1.0), memories
+        )
         gaps = jnp.linalg.norm(memories[:, None] - memories[None], axis=-1)
         near = jnp.where(jnp.eye(5, dtype=bool), jnp.inf, gaps).min(-1)
         small = jnp.argmin(norms)
         assert slack[small] < 0 or near[small] >= need.necessary
     # Otherwise no distance is enough.
     far = jnp.array([[0.0, 0.0], [1e6, 0.0]])
-    assert theory.exact_retrieval_slack(far, beta=1.0, separation=separation)[0] < 0
+    assert (
+        theory.exact_retrieval_slack(Model(separation=separation, beta=1.0), far)[0] < 0
+    )
 
 
 def test_a_kernel_that_forgets_a_direction_has_no_sufficient_distance():
     for weights in (gaussian(0, 4, 6), jnp.ones((9, 6))):
         distance = theory.exact_retrieval_distance(
-            uj.LinearKernel(weights), beta=1.0, separation=uj.Sparsemax()
+            Model(uj.Dot(uj.LinearKernel(weights)), uj.Sparsemax(), beta=1.0)
         )
         assert distance.sufficient == jnp.inf and jnp.isfinite(distance.necessary)
     centred = theory.exact_retrieval_distance(
-        uj.Centering(jnp.ones(6)), beta=2.0, separation=uj.Sparsemax()
+        Model(uj.Dot(uj.Centering(jnp.ones(6))), uj.Sparsemax(), beta=2.0)
     )
     assert centred.sufficient == centred.necessary == 1.0
 
@@ -433,13 +457,13 @@ EXAMPLES = {
 @pytest.mark.parametrize("case", EXAMPLES)
 def test_stored_where_the_answer_is_known(case):
     patterns, beta, expected = EXAMPLES[case]
-    report = theory.stored(jax.random.key(0), patterns, beta=beta)
+    report = theory.stored(jax.random.key(0), Model(beta=beta), patterns)
     assert report.stored.tolist() == expected
     assert_close(report.radius, theory.radius(patterns))
     assert ((report.fraction == 1) == report.stored).all()
     if case == "short":
         report = theory.stored(
-            jax.random.key(0), patterns, beta=beta, similarity=uj.Cosine()
+            jax.random.key(0), Model(uj.Cosine(), beta=beta), patterns
         )
         assert report.stored.all()
 
@@ -479,20 +503,20 @@ def test_stored_agrees_with_the_theorem():
     radius = theory.radius(memories)
     good = theory.well_separated(memories, beta=60.0, distance=0.9 * radius)
     assert good.all()
-    assert theory.stored(jax.random.key(0), memories, beta=60.0).stored.all()
+    assert theory.stored(jax.random.key(0), Model(beta=60.0), memories).stored.all()
 
 
 def test_capacity_compiles_once_and_stops_at_the_first_duplicate(compilations):
     patterns = jnp.eye(6)[jnp.array([0, 1, 2, 3, 1, 4])]
     key = jax.random.key(0)
-    result = theory.capacity(key, patterns, sizes=[2, 3, 4, 5], beta=50.0)
+    result = theory.capacity(key, Model(beta=50.0), patterns, sizes=[2, 3, 4, 5])
     assert result.capacity == 4
     assert result.sizes.tolist() == [2, 3, 4, 5]
     assert result.stored.tolist() == [1.0, 1.0, 1.0, 0.0]
     before = len(compilations)
-    again = theory.capacity(key, patterns, sizes=[2, 3, 6, 5], beta=51.0)
+    again = theory.capacity(key, Model(beta=51.0), patterns, sizes=[2, 3, 6, 5])
     assert again.capacity == 3 and len(compilations) == before
-    assert theory.capacity(key, patterns, sizes=[6], beta=50.0).capacity == 0
+    assert theory.capacity(key, Model(beta=50.0), patterns, sizes=[6]).capacity == 0
 
 
 # -- U-Hop+ ----------------------------------------------------------------------------
@@ -639,7 +663,7 @@ def test_duplicates_have_radius_zero_and_no_positive_separation():
         lead = theory.pattern_separation(memories, similarity=similarity)
         assert (lead[jnp.array([1, 3])] <= 1e-12).all()
         slack = theory.exact_retrieval_slack(
-            memories, beta=9.0, separation=uj.Sparsemax(), similarity=similarity
+            Model(similarity, uj.Sparsemax(), beta=9.0), memories
         )
         assert (slack[jnp.array([1, 3])] < 0).all()
     good = theory.well_separated(memories, beta=100.0, distance=0.1)
@@ -664,7 +688,7 @@ def test_bad_input_is_refused_by_name_and_value(untyped):
         ),
         (
             lambda: theory.exact_retrieval_distance(
-                two_sided, beta=2.0, separation=uj.Sparsemax()
+                Model(uj.Dot(two_sided), uj.Sparsemax(), beta=2.0)
             ),
             "kernel must have one center",
         ),
@@ -688,34 +712,39 @@ def test_bad_input_is_refused_by_name_and_value(untyped):
         ),
         (
             lambda: theory.exact_retrieval_slack(
-                x, beta=1.0, separation=uj.Polynomial(3)
+                Model(separation=uj.Polynomial(3), beta=1.0), x
             ),
             "no margin .* Polynomial",
         ),
         (
             lambda: theory.exact_retrieval_slack(
-                x, beta=1.0, separation=uj.Entmax(0.5)
+                Model(separation=uj.Entmax(0.5), beta=1.0), x
             ),
             "alpha must be at least 1, got 0.5",
         ),
         (
             lambda: theory.exact_retrieval_distance(
-                stacked.kernel, beta=1.0, separation=uj.Sparsemax()
+                Model(uj.Dot(stacked.kernel), uj.Sparsemax(), beta=1.0)
             ),
             "got 1 axes of memory sets",
         ),
         (lambda: theory.well_separated(x, beta=1.0, distance=0.0), "distance .* 0.0"),
         (lambda: theory.log_rbf(x, x[0], scale=0.0), "scale .* 0.0"),
         (lambda: theory.log_rbf(x, x[0, :3]), "dimension 6, queries 3"),
-        (lambda: theory.stored(key, x, beta=1.0, samples=0), "samples .* got 0"),
-        (lambda: theory.stored(key, x, beta=1.0, tolerance=0.0), "tolerance .* 0.0"),
-        (lambda: theory.capacity(key, x, sizes=[], beta=1.0), "got none"),
-        (lambda: theory.capacity(key, x, sizes=[1], beta=1.0), "least 2, got 1"),
+        (lambda: theory.stored(key, Model(beta=1.0), x, samples=0), "samples .* got 0"),
         (
-            lambda: jax.jit(lambda b: theory.capacity(key, x, sizes=[2], beta=b))(1.0),
+            lambda: theory.stored(key, Model(beta=1.0), x, tolerance=0.0),
+            "tolerance .* 0.0",
+        ),
+        (lambda: theory.capacity(key, Model(beta=1.0), x, sizes=[]), "got none"),
+        (lambda: theory.capacity(key, Model(beta=1.0), x, sizes=[1]), "least 2, got 1"),
+        (
+            lambda: jax.jit(
+                lambda b: theory.capacity(key, Model(beta=b), x, sizes=[2])
+            )(1.0),
             "capacity runs on the host and cannot be traced",
         ),
-        (lambda: theory.capacity(key, x, sizes=[6], beta=1.0), "most 5, got 6"),
+        (lambda: theory.capacity(key, Model(beta=1.0), x, sizes=[6]), "most 5, got 6"),
         (lambda: theory.spherical_code_bounds(1, 3), "size .* got 1"),
         (lambda: theory.spherical_code_bounds(4, 1), "dimension .* got 1"),
         (lambda: theory.metastable_size(x, threshold=-1.0), "threshold .* -1"),
@@ -740,14 +769,12 @@ def test_a_likelihood_kernel_has_leads_but_no_ball():
     for call in (
         lambda: theory.radius(memories, similarity=similarity),
         lambda: theory.error_bound(memories, beta=1.0, similarity=similarity),
-        lambda: theory.stored(
-            jax.random.key(0), memories, beta=1.0, similarity=similarity
-        ),
+        lambda: theory.stored(jax.random.key(0), Model(similarity, beta=1.0), memories),
     ):
         with pytest.raises(ValueError, match="LikelihoodKernel .* no ball"):
             call()
     with pytest.raises(ValueError, match="got LikelihoodKernel"):
-        theory.exact_retrieval_distance(kernel, beta=1.0, separation=uj.Sparsemax())
+        theory.exact_retrieval_distance(Model(uj.Dot(kernel), uj.Sparsemax(), beta=1.0))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -764,9 +791,13 @@ def test_all_can_be_traced_and_single_precision_stays(dtype):
             yield theory.pattern_separation(x, **where)
             yield theory.error_bound(x, **model, similarity=similarity)
             yield theory.error_bound(x, **model, **where)
-            yield theory.exact_retrieval_slack(x, **exact, **where)
-            yield theory.stored(jax.random.key(0), x, **exact, similarity=similarity)[1]
-        yield from theory.exact_retrieval_distance(kernel, **exact)
+            yield theory.exact_retrieval_slack(
+                Model(similarity, **exact), x, distance=where["distance"]
+            )
+            yield theory.stored(
+                jax.random.key(0), Model(similarity=similarity, **exact), x
+            )[1]
+        yield from theory.exact_retrieval_distance(Model(uj.Dot(kernel), **exact))
         yield theory.weight_error_bound(x, x[:, :5])
         yield theory.effective_memories(x[:, :5])
         target = jnp.full((5, 5), 0.2, jnp.float32)
@@ -796,7 +827,7 @@ def test_bounds_have_the_slopes_of_finite_differences(similarity):
             theory.pattern_separation(x, similarity=s, distance=distance),
             theory.error_bound(x, beta=beta, similarity=s),
             theory.error_bound(x, beta=beta, similarity=s, distance=distance),
-            theory.exact_retrieval_slack(x, distance=distance, **slack),
+            theory.exact_retrieval_slack(Model(**slack), x, distance=distance),
             theory.weight_error_bound(x, x[:, 0] ** 2),
         )
         return jnp.stack([part.sum() for part in values])
@@ -822,7 +853,7 @@ def test_bounds_have_the_slopes_of_finite_differences(similarity):
 def test_a_distance_of_zero_has_no_slope_in_beta():
     def needed(beta):
         return theory.exact_retrieval_distance(
-            None, beta=beta, separation=uj.TopK(1)
+            Model(uj.Dot(), uj.TopK(1), beta=beta)
         ).sufficient
 
     assert needed(2.0) == 0 == jax.grad(needed)(2.0)

@@ -5,7 +5,7 @@ Hopfield Models" (Wu et al., ICML 2024): separations, similarities and kernels,
 retrieval dynamics and energies, Stage I, calibration.
 """
 
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import Pytree
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.closed_form import fit_closed_form
 from uhop_jax.corruption import Mask, Noise, posterior_mean
@@ -19,13 +19,14 @@ from uhop_jax.kernels import (
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.losses import separation_loss, smallest_separation
 from uhop_jax.memory import Memory
+from uhop_jax.model import Model
 from uhop_jax.retrieval import (
     Convergence,
     Retrieval,
     Trajectory,
+    check,
     converge,
     energy,
-    has_energy,
     retrieve,
     trajectory,
 )
@@ -74,11 +75,13 @@ __all__ = [
     "LowRankKernel",
     "Mask",
     "Memory",
+    "Model",
     "NegativeL1",
     "NegativeL2",
     "NegativeSquaredL2",
     "Noise",
     "Polynomial",
+    "Pytree",
     "Retrieval",
     "Separation",
     "Sharded",
@@ -92,6 +95,7 @@ __all__ = [
     "Trajectory",
     "bounded_alpha",
     "calibrate",
+    "check",
     "converge",
     "energy",
     "fit",
@@ -99,9 +103,7 @@ __all__ = [
     "fit_closed_form",
     "fit_likelihood",
     "fit_sgd",
-    "frozen_pytree",
     "gaussian_start",
-    "has_energy",
     "identity_start",
     "load",
     "memory_mesh",

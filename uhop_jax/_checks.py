@@ -1,8 +1,9 @@
 """Clear errors for wrong input, raised before anything is traced or compiled.
 
-Static facts (shapes, types) are always checked. Facts about values (sign, finiteness)
-are checked only where the value is known, that is, outside of `jax.jit`. Inside of
-`jax.jit` a number out of range gives NaN: it is never replaced by a valid number.
+Static facts (shapes, types, numbers of Python and NumPy) are always checked. Entries
+of JAX arrays are checked where data enter (`check_finite`), not in every call: that
+would wait for the device. A number out of range in a JAX array gives NaN: it is never
+replaced by a valid number.
 """
 
 from collections.abc import Iterable
@@ -35,6 +36,8 @@ def as_floating(x: Any, name: str) -> Array:
     Raises:
       ValueError: if `x` is not numeric or is complex.
     """
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating):
+        return x
     try:
         x = jnp.asarray(native(x))
     except (TypeError, ValueError, OverflowError):
@@ -64,9 +67,13 @@ def kind_of(x: Any) -> str:
     return repr(x) if dtype.kind == "O" and np.ndim(x) == 0 else f"dtype {dtype}"
 
 
-def working_dtype(x: Array) -> Any:
-    """The dtype of sums: float32 for half precision, else the dtype of `x`."""
-    return jnp.dtype(jnp.float32) if x.dtype.itemsize < 4 else x.dtype
+def working_dtype(x: Any) -> Any:
+    """The dtype of sums: float32 for half precision, else the dtype of `x`.
+
+    `x` is an array or a dtype.
+    """
+    dtype = getattr(x, "dtype", x)
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
 def wider_dtype(*arrays: Array) -> Any:
@@ -105,8 +112,11 @@ def as_numbers(name: str, value: Any) -> np.ndarray:
 
 
 def check_positive(name: str, value: Any, dtype: Any = np.float64) -> None:
-    """Refuses a concrete value that is not both finite and positive in `dtype`."""
-    if is_traced(value):
+    """Refuses a number that is not both finite and positive in `dtype`.
+
+    A JAX array is not read: it may lie on a device, or be traced.
+    """
+    if isinstance(value, jax.Array):
         return
     value = as_numbers(name, value)
     with np.errstate(over="ignore", under="ignore"):
@@ -121,10 +131,12 @@ def check_positive(name: str, value: Any, dtype: Any = np.float64) -> None:
 
 
 def as_positive(name: str, value: Any, dtype: Any) -> Array:
-    """Positive numbers in `dtype`; NaN where a traced value is not positive."""
+    """Positive numbers in `dtype`; NaN where one in a JAX array is not positive."""
     check_positive(name, value, dtype)
     x = jnp.asarray(native(value)).astype(dtype)
-    return jnp.where((x > 0) & (x < jnp.inf), x, jnp.nan) if is_traced(value) else x
+    if not isinstance(value, jax.Array):
+        return x
+    return jnp.where((x > 0) & (x < jnp.inf), x, jnp.nan)
 
 
 def as_scalar(name: str, value: Any, dtype: Any) -> Array:
@@ -140,8 +152,8 @@ def check_scalar(name: str, value: Any) -> None:
 
 
 def check_at_least(name: str, value: Any, least: float | int) -> None:
-    """Refuses a concrete value with an entry that is not finite or is below `least`."""
-    if is_traced(value):
+    """Refuses numbers that are not finite or below `least`; reads no JAX array."""
+    if isinstance(value, jax.Array):
         return
     value = as_numbers(name, value)
     bad = value[~((value >= least) & (value < np.inf))]
@@ -262,13 +274,18 @@ def broadcast_rows(name: str, x: Any, shape: tuple[int, ...]) -> Array:
     Raises:
       ValueError: if `x` does not broadcast to `shape`.
     """
-    x = jnp.asarray(x)
-    try:
-        return jnp.broadcast_to(x, shape)
-    except ValueError:
-        raise ValueError(
-            f"{name} has shape {x.shape}, which does not broadcast to {shape}"
-        ) from None
+    check_broadcast(name, x, shape)
+    return jnp.broadcast_to(x, shape)
+
+
+def check_broadcast(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Refuses an array, or a number, that does not broadcast to `shape`."""
+    own = np.shape(x)
+    fits = len(own) <= len(shape) and all(
+        n in (1, m) for n, m in zip(own[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {own}, which does not broadcast to {shape}")
 
 
 def check_key(key: Any) -> None:

@@ -13,29 +13,49 @@ import jax.numpy as jnp
 
 T = TypeVar("T")
 
+# Every class of values by the name under which files store it.
+TYPES: dict[str, type["Pytree"]] = {}
+
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def frozen_pytree(cls: type[T]) -> type[T]:
-    """A frozen dataclass, registered as a pytree.
+class Pytree:
+    """The base of frozen dataclasses that are pytrees; subclassing is all.
 
     Fields are leaves, except static fields, which are declared as
-    `dataclasses.field(metadata={"static": True})`.
+    `dataclasses.field(metadata={"static": True})`. `uhop_jax.save` and `uhop_jax.load`
+    know every subclass.
+    """
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        dataclasses.dataclass(frozen=True)(cls)
+        _register(cls)
+        TYPES[stored_name(cls)] = cls
+
+
+def stored_name(cls: type) -> str:
+    """The name of a class in files: bare for this library's classes, else in full."""
+    own = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return cls.__name__ if own else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _register(cls: type) -> None:
+    """Registers a frozen dataclass as a pytree.
 
     The class is part of the static data. `jax.tree_util.register_dataclass` does not
     compare the classes of two structures (jaxlib 0.10), so that the cache of compiled
     programs sometimes confuses two classes with the same number of leaves.
     """
-    frozen: Any = dataclasses.dataclass(frozen=True)(cls)
     leaves: list[str] = []
     static: list[str] = []
-    for field in dataclasses.fields(frozen):
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         (static if field.metadata.get("static") else leaves).append(field.name)
     keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
 
     def flatten(x: Any) -> tuple[tuple, tuple]:
         return (
             tuple(getattr(x, name) for name in leaves),
-            (frozen, *(getattr(x, name) for name in static)),
+            (cls, *(getattr(x, name) for name in static)),
         )
 
     def flatten_with_keys(x: Any) -> tuple[tuple, tuple]:
@@ -43,15 +63,12 @@ def frozen_pytree(cls: type[T]) -> type[T]:
         return tuple(zip(keys, children, strict=True)), aux
 
     def unflatten(aux: tuple, children: Iterable[Any]) -> Any:
-        x = object.__new__(frozen)
+        x: Any = object.__new__(cls)
         for name, value in zip(static + leaves, (*aux[1:], *children), strict=True):
             object.__setattr__(x, name, value)
         return x
 
-    jax.tree_util.register_pytree_with_keys(
-        frozen, flatten_with_keys, unflatten, flatten
-    )
-    return frozen
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
 def varying_alike(tree: T) -> T:

@@ -1,7 +1,7 @@
 """A retrieval as arrays: arguments checked once, then mapped over sets and queries.
 
-`Model` has all arguments of a retrieval (shapes as in `uhop_jax.retrieval`). `Row` has
-one query and its memory set. `over_rows` maps a function of a row over the leading
+`Problem` has all arguments of a retrieval (shapes as in `uhop_jax.retrieval`). `Row`
+has one query and its memory set. `over_rows` maps a function of a row over the leading
 axes. Arrays that several rows share are passed on as they are, never tiled.
 """
 
@@ -16,50 +16,54 @@ from jaxtyping import Array
 from uhop_jax._checks import (
     as_boolean,
     as_floating,
-    as_positive,
-    broadcast_rows,
-    check_finite,
+    check_broadcast,
+    check_positive,
     wider_dtype,
     working_dtype,
 )
 from uhop_jax._products import weigh
 from uhop_jax._pytree import varying_alike
 from uhop_jax.kernels import Kernel
-from uhop_jax.separation import Separation, check_separation
-from uhop_jax.similarity import Similarity, check_observed, check_patterns
+from uhop_jax.model import Model, check_model
+from uhop_jax.similarity import check_observed, check_patterns
 
 
-class Model(NamedTuple):
-    """All arguments of a retrieval, checked and converted to arrays of one dtype."""
+class Problem(NamedTuple):
+    """All arguments of a retrieval."""
 
+    model: Model
     memories: Array
     query: Array
     values: Array | None
     mask: Array | None
     observed: Array | None
-    beta: Array
-    separation: Separation
-    similarity: Similarity
+
+    @property
+    def dtype(self) -> Any:
+        """The promoted dtype of the patterns."""
+        return wider_dtype(
+            self.memories, self.query, *(() if self.values is None else (self.values,))
+        )
+
+    @property
+    def local(self) -> bool:
+        """Whether each query needs keys of its own, of its observed components."""
+        kernel = self.model.similarity.kernel
+        return self.observed is not None and kernel is not None and kernel.local
 
 
-# Trailing axes of each row-wise argument; the axes before them are the rows.
-_ROW_AXES = {"query": 1, "mask": 1, "observed": 1, "beta": 0, "separation": 0}
-
-
-def model_of(
-    memories, query, beta, separation, similarity, values, mask, observed
-) -> Model:
-    """Checks the arguments of `uhop_jax.retrieve` and converts them.
+def problem_of(model, memories, query, values, mask, observed) -> Problem:
+    """Checks types, shapes, dtypes and numbers, without a look at arrays on the device.
 
     Raises:
       ValueError: as `uhop_jax.retrieve` does for these arguments.
     """
-    check_separation(separation)
+    check_model(model)
     memories = as_floating(memories, "memories")
     query = as_floating(query, "query")
-    check_patterns(memories, query, similarity)
+    check_patterns(memories, query, model.similarity)
     sets = memories.shape[:-2]
-    _check_sets(similarity.kernel, sets)
+    _check_sets(model.similarity.kernel, sets)
     if values is not None:
         values = as_floating(values, "values")
         if values.ndim < 2 or values.shape[:-1] != memories.shape[:-1]:
@@ -67,12 +71,8 @@ def model_of(
                 f"values have shape {values.shape}, memories {memories.shape}: all "
                 "axes but the last must agree"
             )
-    if sets and all(number == 1 for number in sets):
-        memories, values, similarity = _only_set(
-            len(sets), memories, values, similarity
-        )
-        sets = ()
-    if sets and query.shape[: len(sets)] != sets or query.ndim <= len(sets):
+    several = any(number != 1 for number in sets)
+    if several and (query.shape[: len(sets)] != sets or query.ndim <= len(sets)):
         raise ValueError(
             f"memories of shape {memories.shape} are {sets} memory sets, so query must "
             f"have shape ({', '.join(map(str, sets))}, ..., d), got {query.shape}"
@@ -80,33 +80,47 @@ def model_of(
     rows = query.shape[:-1]
     if mask is not None:
         mask = as_boolean("mask", mask, "true for valid memories")
-        broadcast_rows("mask", mask, (*rows, memories.shape[-2]))
-    used = _used(mask, len(rows), len(sets))
-    dtype = wider_dtype(memories, query)
-    if values is not None:
-        dtype = wider_dtype(memories, query, values)
-        values = values.astype(dtype)
-        check_finite("values", values, used)
+        check_broadcast("mask", mask, (*rows, memories.shape[-2]))
     observed = check_observed(observed, query)
-    working = working_dtype(jnp.zeros((), dtype))
-    beta = as_positive("beta", beta, working)
-    broadcast_rows("beta", beta, rows)
-    for leaf in jax.tree.leaves(separation):
-        broadcast_rows("alpha", leaf, rows)
-    check_finite("memories", memories, used)
-    check_finite("query", query, observed)
-    separation = jax.tree.map(jnp.asarray, separation)
-    model = Model(
-        memories.astype(dtype),
-        query.astype(dtype),
-        values,
-        mask,
-        observed,
-        beta,
-        separation,
-        similarity,
+    check_broadcast("beta", model.beta, rows)
+    for leaf in jax.tree.leaves(model.separation):
+        check_broadcast("alpha", leaf, rows)
+    problem = Problem(model, memories, query, values, mask, observed)
+    check_positive("beta", model.beta, working_dtype(problem.dtype))
+    return problem
+
+
+def _prepared(problem: Problem) -> Problem:
+    """The arguments in their working dtypes, without axes of a single memory set.
+
+    A `beta` that is not positive becomes NaN.
+    """
+    model, memories, query, values, mask, observed = problem
+    dtype = problem.dtype
+    sets = memories.ndim - 2
+    similarity = model.similarity
+    if sets and all(number == 1 for number in memories.shape[:-2]):
+
+        def drop(x: Array) -> Array:
+            return x.reshape(x.shape[sets:])
+
+        memories = drop(memories)
+        values = None if values is None else drop(values)
+        if similarity.kernel is not None and similarity.kernel.set_axes:
+            similarity = jax.tree.map(drop, similarity)
+    beta = jnp.asarray(model.beta).astype(working_dtype(dtype))
+    beta = jnp.where((beta > 0) & (beta < jnp.inf), beta, jnp.nan)
+    separation = jax.tree.map(jnp.asarray, model.separation)
+    return varying_alike(
+        Problem(
+            Model(similarity, separation, beta=beta),
+            memories.astype(dtype),
+            query.astype(dtype),
+            None if values is None else values.astype(dtype),
+            mask,
+            observed,
+        )
     )
-    return varying_alike(model)
 
 
 def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
@@ -126,30 +140,6 @@ def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
             )
 
 
-def _only_set(axes: int, memories: Array, values: Any, similarity: Similarity) -> Any:
-    """Drops the axes of memory sets, all of length one, from the arguments."""
-
-    def drop(x: Array) -> Array:
-        return x.reshape(x.shape[axes:])
-
-    kernel = similarity.kernel
-    if kernel is not None and kernel.set_axes:
-        similarity = jax.tree.map(drop, similarity)
-    return drop(memories), None if values is None else drop(values), similarity
-
-
-def _used(mask: Array | None, rows: int, sets: int) -> Array | None:
-    """Memories that at least one query may use, boolean `(*sets, M, 1)`.
-
-    The mask broadcasts against `rows` axes of queries, of which the first `sets` are
-    the axes of the memory sets. Axes that the mask lacks have length one.
-    """
-    if mask is None:
-        return None
-    mask = mask.reshape((1,) * (rows + 1 - mask.ndim) + mask.shape)
-    return mask.any(axis=tuple(range(sets, rows)))[..., None]
-
-
 class Row(NamedTuple):
     """One query and its memory set, with the updates that act on the state `y`.
 
@@ -157,40 +147,40 @@ class Row(NamedTuple):
       keys: features of the memories `(M, D)`.
       values: what the weights average `(M, v)`.
       broken: memories or values that are not finite `(M,)`; None without a mask.
-      model: the arguments of this row.
+      problem: the arguments of this row.
     """
 
     keys: Array
     values: Array
     broken: Array | None
-    model: Model
+    problem: Problem
+
+    @property
+    def has_energy(self) -> bool:
+        """Whether the model has an energy."""
+        return self.problem.model.has_energy
 
     def weights(self, y: Array) -> Array:
         """Weights over the memories `(M,)`."""
-        model = self.model
-        weights = model.separation.tempered(
-            self._overlaps(y), model.beta, where=model.mask
-        )
-        return self._unless_broken(weights)
+        model, where = self.problem.model, self.problem.mask
+        return self._unless_broken(model.weights(self._overlaps(y), where))
 
     def update(self, y: Array) -> Array:
         """The state after one update."""
-        similarity, observed = self.model.similarity, self.model.observed
-        new = similarity.combine(self.keys, self.weights(y), observed)
-        return new.astype(y.dtype)
+        model, observed = self.problem.model, self.problem.observed
+        return model.update(self.keys, self.weights(y), observed).astype(y.dtype)
 
-    def energy(self, y: Array) -> Array:
-        """Energy of the state, a scalar."""
-        model = self.model
-        value = model.separation.tempered_conjugate(
-            self._overlaps(y), model.beta, where=model.mask
-        )
-        self_energy = model.similarity.self_energy(y).astype(value.dtype)
-        return self_energy - self._unless_broken(value)
+    def energy(self, y: Array) -> Array | None:
+        """Energy of the state, a scalar; None if the model has no energy."""
+        if not self.has_energy:
+            return None
+        model, where = self.problem.model, self.problem.mask
+        return self._unless_broken(model.energy(self._overlaps(y), y, where))
 
     def start(self) -> Array:
         """The first state `(D,)`, in at least float32."""
-        y = self.model.similarity.state(self.model.query, self.model.observed)
+        similarity = self.problem.model.similarity
+        y = similarity.state(self.problem.query, self.problem.observed)
         return y.astype(working_dtype(y))
 
     def read_out(self, y: Array) -> tuple[Array, Array]:
@@ -200,98 +190,109 @@ class Row(NamedTuple):
         return weigh(weights, self.values).astype(dtype), weights.astype(dtype)
 
     def _overlaps(self, y: Array) -> Array:
-        return self.model.similarity.compare(self.keys, y, self.model.observed)
+        return self.problem.model.overlaps(self.keys, y, self.problem.observed)
 
     def _unless_broken(self, result: Array) -> Array:
         """The result, or NaN if the mask allows a memory that is not finite."""
-        if self.broken is None or self.model.mask is None:
+        if self.broken is None or self.problem.mask is None:
             return result
-        return jnp.where(jnp.any(self.broken & self.model.mask), jnp.nan, result)  # type: ignore[operator]
+        seen = jnp.any(self.broken & self.problem.mask)
+        return jnp.where(seen, jnp.nan, result)
 
 
-def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:
+def over_rows(problem: Problem, function: Callable[[Row], Any]) -> Any:
     """Maps `function` over memory sets, then over queries; no array is tiled."""
-    if model.memories.ndim > 2:
-        stacked = (
-            model.similarity.kernel is not None and model.similarity.kernel.set_axes
-        )
-        shared = {"memories": 0, "values": 0, "similarity": 0 if stacked else None}
-        return _over_axis(model, shared, lambda m: over_rows(m, function), False)
+    return _over_sets(_prepared(problem), function)
 
-    memories = model.memories
-    values = memories if model.values is None else model.values
+
+def _over_sets(problem: Problem, function: Callable[[Row], Any]) -> Any:
+    similarity = problem.model.similarity
+    if problem.memories.ndim > 2:
+        return _over_axis(problem, True, lambda p: _over_sets(p, function), False)
+
+    memories = problem.memories
+    values = memories if problem.values is None else problem.values
     broken = None
-    if model.mask is not None:
+    if problem.mask is not None:
         finite = jnp.isfinite(memories).all(-1) & jnp.isfinite(values).all(-1)
         memories = jnp.where(finite[:, None], memories, 0.0)
         values = jnp.where(finite[:, None], values, 0.0)
         broken = ~finite
-    similarity = model.similarity
-    local = (
-        model.observed is not None
-        and similarity.kernel is not None
-        and similarity.kernel.local
-    )
+    local = problem.local
     keys = memories if local else similarity.keys(memories)
 
-    def rows(model: Model) -> Any:
-        if model.query.ndim > 1:
-            return _over_axis(model, {}, rows, sequential=local)
-        row_keys = similarity.keys(memories, model.observed) if local else keys
-        return function(Row(row_keys, values, broken, model))
+    def rows(problem: Problem) -> Any:
+        if problem.query.ndim > 1:
+            return _over_axis(problem, False, rows, sequential=local)
+        row_keys = similarity.keys(memories, problem.observed) if local else keys
+        return function(Row(row_keys, values, broken, problem))
 
-    return rows(model)
+    return rows(problem)
 
 
 def _over_axis(
-    model: Model,
-    axes: dict[str, int | None],
-    function: Callable[[Model], Any],
+    problem: Problem,
+    sets: bool,
+    function: Callable[[Problem], Any],
     sequential: bool,
 ) -> Any:
     """Maps `function` over the first axis of the query.
 
     Args:
-      model: arguments whose query has at least two axes.
-      axes: by field, the mapped axis of a field that has no rows; None or missing if
-        all rows share the field.
-      function: of the model without that axis.
+      problem: arguments whose query has at least two axes.
+      sets: whether the axis is an axis of memory sets too.
+      function: of the problem without that axis.
       sequential: maps in small batches, in less memory than `jax.vmap`.
     """
-    depth, size = model.query.ndim - 1, model.query.shape[0]
+    depth, size = problem.query.ndim - 1, problem.query.shape[0]
+    leaves: list[Array] = []
+    axes: list[int | None] = []
 
-    def split(leaf: Array, trailing: int) -> tuple[Array, int | None]:
-        if leaf.ndim - trailing < depth:
-            return leaf, None
-        if leaf.shape[0] == 1 and size != 1:
-            return leaf[0], None
-        return leaf, 0
+    def shared(tree: Any, mapped: bool) -> Any:
+        """Adds arrays that have the axis all, or none."""
+        parts, structure = jax.tree.flatten(tree)
+        leaves.extend(parts)
+        axes.extend([0 if mapped else None] * len(parts))
+        return structure
 
-    in_axes: dict[str, Any] = {name: axes.get(name) for name in Model._fields}
-    for name, trailing in _ROW_AXES.items():
-        leaves, structure = jax.tree.flatten(getattr(model, name))
-        pairs = [split(leaf, trailing) for leaf in leaves]
-        model = model._replace(
-            **{name: jax.tree.unflatten(structure, [leaf for leaf, _ in pairs])}
-        )
-        in_axes[name] = tuple(axis for _, axis in pairs)
+    def by_row(tree: Any, trailing: int) -> Any:
+        """Adds arrays with `trailing` axes after the rows, which may lack the axis."""
+        parts, structure = jax.tree.flatten(tree)
+        for x in parts:
+            lacks = x.ndim - trailing < depth
+            repeats = not lacks and x.shape[0] == 1 and size != 1
+            leaves.append(x[0] if repeats else x)
+            axes.append(None if lacks or repeats else 0)
+        return structure
 
-    # `vmap` takes a tree of axes, `lax.map` takes mapped leaves only: flatten for both.
-    flat_axes = []
-    for name in Model._fields:
-        count = len(jax.tree.leaves(getattr(model, name)))
-        axis = in_axes[name]
-        flat_axes += list(axis) if isinstance(axis, tuple) else [axis] * count
-    leaves, structure = jax.tree.flatten(model)
-    mapped = [leaf for leaf, axis in zip(leaves, flat_axes, strict=True) if axis == 0]
+    model, memories, query, values, mask, observed = problem
+    similarity, separation, beta = model.similarity, model.separation, model.beta
+    stacked = sets and similarity.kernel is not None and similarity.kernel.set_axes
+    structures = [
+        shared(similarity, bool(stacked)),
+        by_row(separation, 0),
+        by_row(beta, 0),
+        shared(memories, sets),
+        by_row(query, 1),
+        shared(values, sets),
+        by_row(mask, 1),
+        by_row(observed, 1),
+    ]
+    mapped = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis == 0]
 
     def call(parts: list[Array]) -> Any:
         slices = iter(parts)
-        row_leaves = [
-            next(slices) if axis == 0 else leaf
-            for leaf, axis in zip(leaves, flat_axes, strict=True)
-        ]
-        return function(jax.tree.unflatten(structure, row_leaves))
+        rows = iter(
+            [
+                next(slices) if axis == 0 else x
+                for x, axis in zip(leaves, axes, strict=True)
+            ]
+        )
+        similarity, separation, beta, *arrays = (
+            jax.tree.unflatten(s, [next(rows) for _ in range(s.num_leaves)])
+            for s in structures
+        )
+        return function(Problem(Model(similarity, separation, beta=beta), *arrays))
 
     if sequential:  # each row has keys of its own: a batch bounds their memory
         return lax.map(call, mapped, batch_size=8 if depth == 1 else None)

@@ -26,12 +26,12 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import contract, gram_matrix, shifted, weigh
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import Pytree
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import Centering, check_numbers
 from uhop_jax.likelihood import fit_likelihood
-from uhop_jax.retrieval import Retrieval, retrieve
+from uhop_jax.model import Model
 from uhop_jax.separation import Entmax, Separation, Softmax, Sparsemax
 from uhop_jax.similarity import (
     Cosine,
@@ -56,14 +56,11 @@ TIE_BATCHES = 4  # batches of copies on which candidates of equal errors are com
 NEGLIGIBLE = 1e-6  # difference of errors, over the variance of the memories, to ignore
 
 
-@frozen_pytree
-class Calibration:
+class Calibration(Pytree):
     """A calibrated memory model and its expected error.
 
     Attributes:
-      similarity: the chosen similarity, its kernel fitted.
-      separation: the chosen separation.
-      beta: the chosen inverse temperature.
+      model: the chosen model, its kernel fitted.
       expected_error: sum of squared component differences between a pattern and the
         retrieval from its corrupted copy, averaged over copies that took no part in the
         choice.
@@ -81,9 +78,7 @@ class Calibration:
       separations: names of all separations, in the order of `trials`.
     """
 
-    similarity: Similarity
-    separation: Separation
-    beta: Float[Array, ""]
+    model: Model
     expected_error: Float[Array, ""]
     standard_error: Float[Array, ""]
     expected_top1: Float[Array, ""]
@@ -94,37 +89,12 @@ class Calibration:
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     separations: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
-    def retrieve(
-        self,
-        memories: Float[Array, "M d"],
-        query: Float[Array, "*batch d"],
-        **options: Any,
-    ) -> Retrieval:
-        """`uhop_jax.retrieve` with the chosen model.
-
-        Args:
-          memories: stored patterns, one per row.
-          query: initial states.
-          **options: further arguments of `uhop_jax.retrieve`.
-
-        Raises:
-          ValueError: as `uhop_jax.retrieve` does.
-        """
-        return retrieve(
-            memories,
-            query,
-            beta=self.beta,
-            separation=self.separation,
-            similarity=self.similarity,
-            **options,
-        )
-
     def summary(self) -> str:
         """One line: the chosen model and its expected error."""
         return (
-            f"{self.name} with {type(self.separation).__name__.lower()} at beta "
-            f"{float(self.beta):.3g}: expected error {float(self.expected_error):.3g} "
-            f"± {float(self.standard_error):.2g}, top-1 {float(self.expected_top1):.3f}"
+            f"{self.name} with {self.model.setting}: expected error "
+            f"{float(self.expected_error):.3g} ± {float(self.standard_error):.2g}, "
+            f"top-1 {float(self.expected_top1):.3f}"
         )
 
 
@@ -225,14 +195,13 @@ def calibrate(
         raise ValueError("every candidate gave NaN on the corrupted copies")
     tied = _tied_indices(errors, np.asarray(betas), negligible)
     tied_models = [
-        (models[i], jax.tree.map(jnp.asarray, separations[sep]), betas[i, b])
+        Model(models[i], jax.tree.map(jnp.asarray, separations[sep]), beta=betas[i, b])
         for i, sep, b in tied
     ]
     winner = _first_of_least(
         tie_key, memories, corruption, number, tied_models, negligible
     )
     best, sep, b = tied[winner]
-    chosen, separation, beta = models[best], separations[sep], betas[best, b]
     # The least of many noisy errors is biased downwards; fresh copies are not.
     model = tied_models[winner]
     squared = hits = np.full(1, np.nan)
@@ -246,9 +215,7 @@ def calibrate(
         return jax.device_put(np.asarray(x, memories.dtype))
 
     return Calibration(
-        chosen,
-        separation,
-        beta,
+        Model(models[best], separations[sep], beta=betas[best, b]),
         expected_error=on_device(squared.mean()),
         standard_error=on_device(_standard_error(squared)),
         expected_top1=on_device(hits.mean()),
@@ -380,7 +347,7 @@ def sweep_errors(
     memories: Float[Array, "M d"],
     overlaps: Float[Array, "Q M"],
     target: Int[Array, " Q"],
-    separation: Callable[[Array], Array],
+    weights: Callable[[Array, Array], Array],
     betas: Float[Array, " B"],
 ) -> Float[Array, " B"]:
     """Mean squared error of one retrieval step at each inverse temperature.
@@ -389,7 +356,7 @@ def sweep_errors(
       memories: stored patterns, one per row.
       overlaps: overlap of each query with each memory.
       target: index of the memory that each query should retrieve.
-      separation: maps scaled overlaps to weights.
+      weights: weights over the memories, of overlaps and an inverse temperature.
       betas: inverse temperatures.
 
     Returns:
@@ -413,7 +380,7 @@ def sweep_errors(
             inside = (q_gram * q).sum(-1) + 2 * total * contract(q, along[None])[..., 0]
             return inside + total**2 * (mean * mean).sum()
 
-    return lax.map(lambda beta: squared(separation(beta * overlaps)).mean(), betas)
+    return lax.map(lambda beta: squared(weights(overlaps, beta)).mean(), betas)
 
 
 def beta_grid(
@@ -467,10 +434,12 @@ def _sweep(
             betas = beta_grid(overlaps)
 
             def sweep(number: Array) -> Array:
-                def separation(z: Array) -> Array:
-                    return with_one_of(separations, number, lambda s: s(z))
+                def weights(overlaps: Array, beta: Array) -> Array:
+                    return with_one_of(
+                        separations, number, lambda s: s.tempered(overlaps, beta)
+                    )
 
-                return sweep_errors(memories, overlaps, target, separation, betas)
+                return sweep_errors(memories, overlaps, target, weights, betas)
 
             return lax.map(sweep, jnp.arange(len(separations))), betas
 
@@ -491,11 +460,10 @@ def _copy_errors(
     query: Array,
     observed: Array | None,
     target: Array,
-    model: tuple[Similarity, Separation, Array],
+    model: Model,
 ) -> tuple[Array, Array]:
     """Squared error of each copy, and whether its largest weight is at its memory."""
-    similarity, separation, beta = model
-    weights = separation(beta * similarity(memories, query, observed=observed))
+    weights = model.weights(model.similarity(memories, query, observed=observed))
     squared = ((weigh(weights, memories) - memories[target]) ** 2).sum(-1)
     return squared, weights.argmax(-1) == target
 
@@ -505,12 +473,12 @@ def _fresh_errors(
     memories: Array,
     corruption: Corruption,
     number: int,
-    model: tuple[Similarity, Separation, Array],
+    model: Model,
     accuracy: float,
     negligible: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Errors and hits of new copies, in batches until the mean error is accurate."""
-    features = jax.eval_shape(model[0].keys, memories).shape[-1]
+    features = jax.eval_shape(model.similarity.keys, memories).shape[-1]
     affordable = int(MULTIPLICATIONS / (number * memories.shape[0] * features))
     last = min(max(affordable, MIN_BATCHES), MAX_BATCHES)
     squared, hits = np.zeros(0), np.zeros(0)
@@ -554,7 +522,7 @@ def _first_of_least(
     memories: Array,
     corruption: Corruption,
     number: int,
-    models: list[tuple[Similarity, Separation, Array]],
+    models: list[Model],
     negligible: float,
 ) -> int:
     """Index of the first model whose error on new copies is the least."""
@@ -575,15 +543,15 @@ def _first_of_least(
 
 
 def overlaps_of(
-    models: tuple[Similarity, ...],
+    similarities: tuple[Similarity, ...],
     index: Array,
     memories: Array,
     query: Array,
     observed: Array | None,
 ) -> Array:
-    """Overlaps `(Q, M)` of the model at the traced `index`, as `with_one_of`."""
+    """Overlaps `(Q, M)` of the similarity at the traced `index`, as `with_one_of`."""
     return with_one_of(
-        models, index, lambda model: model(memories, query, observed=observed)
+        similarities, index, lambda s: s(memories, query, observed=observed)
     )
 
 

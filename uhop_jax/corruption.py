@@ -28,7 +28,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import contract, weigh
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import Pytree
 from uhop_jax.similarity import NegativeSquaredL2, check_observed, check_patterns
 
 _ON_HOST = (  # errors of code that needs the value of a traced array
@@ -39,8 +39,7 @@ _ON_HOST = (  # errors of code that needs the value of a traced array
 )
 
 
-@frozen_pytree
-class Mask:
+class Mask(Pytree):
     """Sets each component to zero with probability `fraction`, independently.
 
     At 0.5 it is the paper's corruption in the memory-capacity experiment.
@@ -124,8 +123,7 @@ class Mask:
         return jnp.where(possible, log_p, -jnp.inf)
 
 
-@frozen_pytree
-class Noise:
+class Noise(Pytree):
     """Adds Gaussian noise, then clamps to the range of the patterns.
 
     The default range is `[0, 1]`, the range of images. Patterns outside of the range
@@ -232,8 +230,7 @@ class Noise:
         return jnp.where(exact, same, log_p - squared / (2 * scale**2))
 
 
-@frozen_pytree
-class Corruption:
+class Corruption(Pytree):
     """Any corruption as a pytree that always returns `(patterns, observed)`.
 
     Attributes:

@@ -14,10 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import check_count, is_traced
 from uhop_jax._products import contract, shifted
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import Pytree
 
 
-class Kernel(abc.ABC):
+class Kernel(Pytree, abc.ABC):
     """A feature map `Phi`; memories and queries may be mapped differently.
 
     Attributes:
@@ -66,7 +66,6 @@ class Kernel(abc.ABC):
         """`Phi` of the query, restricted to observed components."""
 
 
-@frozen_pytree
 class LinearKernel(Kernel):
     r"""The linear feature map :math:`\Phi(u) = W (u - c)` [eqn:linear_kernel].
 
@@ -102,7 +101,6 @@ class LinearKernel(Kernel):
         return contract(query, self.weights)
 
 
-@frozen_pytree
 class LowRankKernel(Kernel):
     r"""The linear feature map :math:`\Phi(u) = s u + L R u`, never built as a matrix.
 
@@ -154,7 +152,6 @@ class LowRankKernel(Kernel):
         return scale * query.astype(correction.dtype) + correction
 
 
-@frozen_pytree
 class Centering(Kernel):
     """The feature map `Phi(u) = u - c`, for mean-centred comparisons.
 
@@ -200,7 +197,6 @@ class Centering(Kernel):
         return x if observed is None else jnp.where(observed, x, jnp.zeros((), x.dtype))
 
 
-@frozen_pytree
 class LikelihoodKernel(Kernel):
     r"""A naive-Bayes log-likelihood as an inner product, learned by `fit_likelihood`.
 

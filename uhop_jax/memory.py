@@ -17,8 +17,9 @@ from uhop_jax._checks import (
     check_floating,
     is_traced,
 )
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import Pytree
 from uhop_jax.kernels import check_numbers
+from uhop_jax.model import Model
 from uhop_jax.retrieval import Retrieval, retrieve
 
 LEAST_CAPACITY = 8
@@ -28,8 +29,7 @@ OUTSIDE = (  # for error messages
 )
 
 
-@frozen_pytree
-class Memory:
+class Memory(Pytree):
     """Stored patterns in slots, some of which are free; every change is a new memory.
 
     When the slots are full their number doubles. Shapes therefore change, and programs
@@ -152,25 +152,28 @@ class Memory:
         """
         return _free(self, self._in_use(slots))
 
-    def retrieve(self, query: Float[Array, "*batch d"], **options: Any) -> Retrieval:
+    def retrieve(
+        self, model: Model, query: Float[Array, "*batch d"], **options: Any
+    ) -> Retrieval:
         """`uhop_jax.retrieve` from the slots in use.
 
         Args:
+          model: similarity, separation and inverse temperature.
           query: initial states.
           **options: further arguments of `uhop_jax.retrieve`, except `mask` and
             `values`.
 
         Raises:
-          ValueError: if `mask` or `values` is among the options, or as in
-            `uhop_jax.retrieve`.
+          ValueError: if `mask` or `values` is among the options, a kernel holds NaN, or
+            as in `uhop_jax.retrieve`.
         """
         for name in ("mask", "values"):
             if name in options:
                 raise ValueError(f"{name} must be left out: the memory has its own")
-        check_numbers(getattr(options.get("similarity"), "kernel", None))
-        return retrieve(
-            self.patterns, query, values=self.values, mask=self.used, **options
-        )
+        if isinstance(model, Model):
+            check_numbers(model.similarity.kernel)
+        options |= {"values": self.values, "mask": self.used}
+        return retrieve(model, self.patterns, query, **options)
 
     def _known(self) -> np.ndarray:
         """`used` on the host."""

@@ -16,38 +16,42 @@ The functions share these arguments:
   `(sets, M, d)`, one memory set for each entry of the first axis of the query (an axis
   of length one is shared).
 - `query (..., d)`; every leading axis is a batch of independent retrievals.
-- `beta`, and the parameters of the separation such as `alpha`: numbers, or arrays that
-  broadcast against the leading axes of the query.
+- `model`, a `Model`. Its `beta`, and the parameters of its separation such as `alpha`,
+  are numbers, or arrays that broadcast against the leading axes of the query.
 - `mask (..., M)`: true for valid memories. A masked memory affects neither a result nor
   a gradient, even if it is NaN; a query without a valid memory retrieves zero.
 - `observed (..., d)`: true for the known components of the query; overlaps and norms
   are restricted to these components.
 
-Shapes are always checked. Values are checked only outside of `jax.jit`, where they are
-known; inside, a `beta` that is not positive gives NaN. Half precision sums in float32.
+Shapes, dtypes and numbers of Python and NumPy are checked; entries of JAX arrays are
+not, so that no call waits for the device. NaN in a visible memory or in a query gives
+NaN, and so does a `beta` that is not positive; `check` looks for both. Half precision
+sums in float32.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from uhop_jax._checks import (
     as_scalar,
     check_count,
+    check_finite,
+    check_on_host,
+    check_positive,
     working_dtype,
 )
 from uhop_jax._fixed_point import fixed_point
-from uhop_jax._rows import Model, Row, model_of, over_rows
-from uhop_jax.separation import Separation, Softmax, check_separation
-from uhop_jax.similarity import (
-    Dot,
-    Similarity,
-    check_similarity,
-)
+from uhop_jax._rows import Problem, Row, over_rows, problem_of
+from uhop_jax.kernels import check_numbers
+from uhop_jax.model import Model
+from uhop_jax.similarity import Dot, Similarity
 
 
 class Retrieval(NamedTuple):
@@ -103,12 +107,10 @@ class Trajectory(NamedTuple):
 
 
 def retrieve(
+    model: Model,
     memories: Float[Array, "*sets M d"],
     query: Float[Array, "*batch d"],
     *,
-    beta: ArrayLike,
-    separation: Separation = Softmax(),
-    similarity: Similarity = Dot(),
     steps: int = 1,
     values: Float[Array, "*sets M v"] | None = None,
     mask: Bool[Array, "*#batch M"] | None = None,
@@ -126,12 +128,9 @@ def retrieve(
     `values`.
 
     Args:
+      model: similarity, separation and inverse temperature.
       memories: stored patterns.
       query: initial states.
-      beta: inverse temperature, positive; it multiplies the overlaps, inside the
-        separation.
-      separation: maps scaled overlaps to weights over the memories.
-      similarity: overlap of states with memories; larger is closer.
       steps: number of updates, at least 1.
       values: rows `(M, v)` that the last weights average; the memories by default.
         Earlier updates always average the memories (hetero-association).
@@ -145,21 +144,17 @@ def retrieve(
       ValueError: if an argument is out of range, or shapes do not fit.
     """
     check_count("steps", steps, 1)
-    model = model_of(
-        memories, query, beta, separation, similarity, values, mask, observed
-    )
-    if steps > 1 and model.similarity.kernel is not None:
+    problem = problem_of(model, memories, query, values, mask, observed)
+    if steps > 1:
         check_iterable(model.similarity)
-    return _retrieve(model, steps)
+    return _retrieve(problem, steps)
 
 
 def converge(
+    model: Model,
     memories: Float[Array, "*sets M d"],
     query: Float[Array, "*batch d"],
     *,
-    beta: ArrayLike,
-    separation: Separation = Softmax(),
-    similarity: Similarity = Dot(),
     max_steps: int = 256,
     tolerance: ArrayLike | None = None,
     values: Float[Array, "*sets M v"] | None = None,
@@ -174,11 +169,9 @@ def converge(
     with the number of steps.
 
     Args:
+      model: similarity, separation and inverse temperature.
       memories: stored patterns.
       query: initial states.
-      beta: inverse temperature, positive.
-      separation: maps scaled overlaps to weights over the memories.
-      similarity: overlap of states with memories; larger is closer.
       max_steps: largest number of updates of a query, at least 1.
       tolerance: a query has converged when no component of its features moves by more
         than this, relative to the largest component; None is 16 times the machine
@@ -194,23 +187,19 @@ def converge(
       ValueError: if an argument is out of range, or shapes do not fit.
     """
     check_count("max_steps", max_steps, 1)
-    model = model_of(
-        memories, query, beta, separation, similarity, values, mask, observed
-    )
+    problem = problem_of(model, memories, query, values, mask, observed)
     check_iterable(model.similarity)
+    dtype = working_dtype(problem.dtype)
     if tolerance is None:
-        tolerance = 16 * float(jnp.finfo(working_dtype(model.query)).eps)
-    tolerance = as_scalar("tolerance", tolerance, working_dtype(model.query))
-    return _converge(model, max_steps, tolerance)
+        tolerance = 16 * float(jnp.finfo(dtype).eps)
+    return _converge(problem, max_steps, as_scalar("tolerance", tolerance, dtype))
 
 
 def trajectory(
+    model: Model,
     memories: Float[Array, "*sets M d"],
     query: Float[Array, "*batch d"],
     *,
-    beta: ArrayLike,
-    separation: Separation = Softmax(),
-    similarity: Similarity = Dot(),
     steps: int = 10,
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
@@ -218,11 +207,9 @@ def trajectory(
     """The pattern, the features and the energy after every update.
 
     Args:
+      model: similarity, separation and inverse temperature.
       memories: stored patterns.
       query: initial states.
-      beta: inverse temperature, positive.
-      separation: maps scaled overlaps to weights over the memories.
-      similarity: overlap of states with memories; larger is closer.
       steps: number of updates, at least 1.
       mask: true for valid memories.
       observed: true for known components of the query.
@@ -234,20 +221,16 @@ def trajectory(
       ValueError: if an argument is out of range, or shapes do not fit.
     """
     check_count("steps", steps, 1)
-    model = model_of(
-        memories, query, beta, separation, similarity, None, mask, observed
-    )
+    problem = problem_of(model, memories, query, None, mask, observed)
     check_iterable(model.similarity)
-    return _trajectory(model, steps)
+    return _trajectory(problem, steps)
 
 
 def energy(
+    model: Model,
     memories: Float[Array, "*sets M d"],
     query: Float[Array, "*batch d"],
     *,
-    beta: ArrayLike,
-    separation: Separation = Softmax(),
-    similarity: Similarity = Dot(),
     mask: Bool[Array, "*#batch M"] | None = None,
     observed: Bool[Array, "*#batch d"] | None = None,
 ) -> Float[Array, "*batch"]:
@@ -264,11 +247,9 @@ def energy(
     its kernel.
 
     Args:
+      model: similarity, separation and inverse temperature.
       memories: stored patterns.
       query: states.
-      beta: inverse temperature, positive.
-      separation: the separation whose conjugate is used.
-      similarity: overlap of states with memories.
       mask: true for valid memories.
       observed: true for known components of the query.
 
@@ -278,30 +259,56 @@ def energy(
     Raises:
       ValueError: if the model has no energy, or as in `retrieve`.
     """
-    model = model_of(
-        memories, query, beta, separation, similarity, None, mask, observed
-    )
-    if not has_energy(model.separation, model.similarity):
-        raise ValueError(
-            f"no energy is known that {_name(model.similarity)} with "
-            f"{_name(model.separation)} never raises"
-        )
-    return _energy(model)
+    problem = problem_of(model, memories, query, None, mask, observed)
+    if not model.has_energy:
+        raise ValueError(f"no energy is known that {model.name} never raises")
+    return _energy(problem)
 
 
-def has_energy(separation: Separation, similarity: Similarity) -> bool:
-    """Whether the model has an energy that its update never raises.
+def check(
+    model: Model,
+    memories: Float[Array, "*sets M d"],
+    query: Float[Array, "*batch d"],
+    *,
+    values: Float[Array, "*sets M v"] | None = None,
+    mask: Bool[Array, "*#batch M"] | None = None,
+    observed: Bool[Array, "*#batch d"] | None = None,
+) -> None:
+    """Refuses arguments of `retrieve` under which a result would be NaN.
+
+    `retrieve` itself reads no arrays, since that would wait for the device.
+
+    Args:
+      model: similarity, separation and inverse temperature.
+      memories: stored patterns.
+      query: initial states.
+      values: rows that the last weights average.
+      mask: true for valid memories.
+      observed: true for known components of the query.
 
     Raises:
-      ValueError: if `separation` is no separation or `similarity` is no similarity.
+      ValueError: if a visible memory or value, or a known component of a query, is not
+        finite; a parameter of the model is out of range; or as in `retrieve`.
     """
-    check_separation(separation)
-    check_similarity(similarity)
-    return (
-        separation.has_conjugate
-        and similarity.has_energy()
-        and (separation.normalized or not similarity.needs_normalized)
+    problem = problem_of(model, memories, query, values, mask, observed)
+    check_on_host("check", problem)
+    seen = None
+    if problem.mask is not None:
+        seen = jnp.broadcast_to(
+            problem.mask, (*problem.query.shape[:-1], problem.memories.shape[-2])
+        )
+        sets = problem.memories.ndim - 2
+        seen = seen.any(tuple(range(sets, seen.ndim - 1)))[..., None]
+    check_finite("memories", problem.memories, seen)
+    if problem.values is not None:
+        check_finite("values", problem.values, seen)
+    check_finite("query", problem.query, problem.observed)
+    check_numbers(model.similarity.kernel)
+    numbers: Any = jax.tree.map(
+        np.asarray, dataclasses.replace(model, similarity=Dot())
     )
+    check_positive("beta", numbers.beta, working_dtype(problem.dtype))
+    numbers.separation.check()
 
 
 def check_iterable(similarity: Similarity) -> None:
@@ -314,15 +321,8 @@ def check_iterable(similarity: Similarity) -> None:
         )
 
 
-def _name(x: Any) -> str:
-    """Name of the type of a separation or similarity, with the type of its kernel."""
-    kernel = getattr(x, "kernel", None)
-    inner = "" if kernel is None else f"({type(kernel).__name__})"
-    return f"{type(x).__name__}{inner}"
-
-
 @functools.partial(jax.jit, static_argnames="steps")
-def _retrieve(model: Model, steps: int) -> Retrieval:
+def _retrieve(problem: Problem, steps: int) -> Retrieval:
     def run(row: Row) -> Retrieval:
         y = row.start()
         if steps > 1:
@@ -331,39 +331,33 @@ def _retrieve(model: Model, steps: int) -> Retrieval:
             )
         return Retrieval(*row.read_out(y))
 
-    return over_rows(model, run)
+    return over_rows(problem, run)
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def _trajectory(model: Model, steps: int) -> Trajectory:
-    with_energy = has_energy(model.separation, model.similarity)
-
+def _trajectory(problem: Problem, steps: int) -> Trajectory:
     def run(row: Row) -> Trajectory:
         def step(y: Array, _: None) -> tuple[Array, Any]:
             new = row.update(y)
-            return new, Trajectory(
-                row.read_out(y)[0], new, row.energy(new) if with_energy else None
-            )
+            return new, Trajectory(row.read_out(y)[0], new, row.energy(new))
 
         y = row.start()
-        first = Trajectory(row.model.query, y, row.energy(y) if with_energy else None)
+        first = Trajectory(row.problem.query, y, row.energy(y))
         _, rest = lax.scan(step, y, None, length=steps)
         return jax.tree.map(
             lambda head, tail: jnp.concatenate([head[None], tail]), first, rest
         )
 
-    return over_rows(model, run)
+    return over_rows(problem, run)
 
 
 @jax.jit
-def _energy(model: Model) -> Array:
-    return over_rows(model, lambda row: row.energy(row.start()))
+def _energy(problem: Problem) -> Array:
+    return over_rows(problem, lambda row: row.energy(row.start()))
 
 
 @functools.partial(jax.jit, static_argnames="max_steps")
-def _converge(model: Model, max_steps: int, tolerance: ArrayLike) -> Convergence:
-    with_energy = has_energy(model.separation, model.similarity)
-
+def _converge(problem: Problem, max_steps: int, tolerance: ArrayLike) -> Convergence:
     def run(row: Row) -> Convergence:
         y, steps, converged = fixed_point(
             row.update, row.start(), max_steps - 1, tolerance
@@ -374,9 +368,9 @@ def _converge(model: Model, max_steps: int, tolerance: ArrayLike) -> Convergence
             pattern,
             weights,
             features,
-            row.energy(features) if with_energy else None,
+            row.energy(features),
             steps + 1,
             converged,
         )
 
-    return over_rows(model, run)
+    return over_rows(problem, run)

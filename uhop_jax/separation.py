@@ -37,10 +37,10 @@ from uhop_jax._entmax import (
     from_ordered,
     ordered_bits,
 )
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import Pytree
 
 
-class Separation(abc.ABC):
+class Separation(Pytree, abc.ABC):
     """Maps overlaps `z (..., M)` to weights `(..., M)`; the base of all separations.
 
     A new separation implements `_weights` and, where its weights are the gradient of a
@@ -287,7 +287,6 @@ def _log_sum_exp(z: Array, null: Array | None) -> Array:
     return (top + jnp.log(total))[..., 0]
 
 
-@frozen_pytree
 class Softmax(Separation):
     r"""The dense separation of Ramsauer et al. 2020, `alpha = 1` [eqn:retrival_dyn].
 
@@ -304,7 +303,6 @@ class Softmax(Separation):
         return _log_sum_exp(z, None)
 
 
-@frozen_pytree
 class Softmax1(Separation):
     r"""Softmax with a null memory: one more entry with overlap zero and value zero.
 
@@ -344,7 +342,6 @@ def _null(z: Array) -> Array:
     return jnp.zeros((*z.shape[:-1], 1), z.dtype)
 
 
-@frozen_pytree
 class Entmax(Separation):
     r"""`alpha`-entmax, the separation of the generalised sparse Hopfield model.
 
@@ -433,7 +430,6 @@ def bounded_alpha(
     return low + (high - low) * (gap + (1 - 2 * gap) * jax.nn.sigmoid(raw))
 
 
-@frozen_pytree
 class Sparsemax(Separation):
     r"""Euclidean projection onto the simplex, `alpha = 2` [eqn:sparsemax_exact].
 
@@ -455,7 +451,6 @@ class Sparsemax(Separation):
         return entmax_conjugate(z, jnp.full((1,) * z.ndim, 2.0, z.dtype))
 
 
-@frozen_pytree
 class Polynomial(Separation):
     r"""Rectified polynomial of dense associative memory (Krotov & Hopfield 2016).
 
@@ -505,7 +500,6 @@ def rectified_power(z: Array, unit: Array, degree: int) -> Array:
     return (factor * jnp.clip(z, 0.0, largest) / safe) ** degree
 
 
-@frozen_pytree
 class TopK(Separation):
     r"""Softmax over exactly the `k` largest overlaps; ties go to the lower index.
 

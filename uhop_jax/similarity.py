@@ -25,19 +25,19 @@ from jaxtyping import Array, Bool, Float
 from uhop_jax._checks import (
     as_boolean,
     as_floating,
-    broadcast_rows,
+    check_broadcast,
     check_choice,
     wider_dtype,
     working_dtype,
 )
 from uhop_jax._products import contract, shifted, weigh
-from uhop_jax._pytree import frozen_pytree, varying_alike
+from uhop_jax._pytree import Pytree, varying_alike
 from uhop_jax.kernels import Kernel
 
 COMPONENTS = 16  # number of components that distances sum at a time
 
 
-class Similarity(abc.ABC):
+class Similarity(Pytree, abc.ABC):
     """A comparison of states with keys, in the features of `kernel`.
 
     Subclasses implement `_compare`; `keys`, `combine` and `self_energy` have defaults.
@@ -51,7 +51,7 @@ class Similarity(abc.ABC):
     comparison_has_energy: ClassVar[bool] = False
     needs_normalized: ClassVar[bool] = False
 
-    kernel: Kernel | None
+    kernel: Kernel | None = None
 
     def __call__(
         self,
@@ -159,7 +159,6 @@ class Similarity(abc.ABC):
         return observed if self.kernel is None else None
 
 
-@frozen_pytree
 class Dot(Similarity):
     r"""The dot product, or with a kernel the paper's `K(u, v)` [eqn:linear_kernel].
 
@@ -167,8 +166,6 @@ class Dot(Similarity):
     """
 
     comparison_has_energy: ClassVar[bool] = True
-
-    kernel: Kernel | None = None
 
     def _compare(self, keys, state, restrict):
         del restrict  # the state is already zero off the observed components
@@ -179,7 +176,6 @@ class Dot(Similarity):
         return 0.5 * (state * state).sum(-1)
 
 
-@frozen_pytree
 class Cosine(Similarity):
     r"""The cosine, or with a kernel the angular kernel.
 
@@ -190,8 +186,6 @@ class Cosine(Similarity):
     """
 
     comparison_has_energy: ClassVar[bool] = True
-
-    kernel: Kernel | None = None
 
     def keys(self, memories, observed=None):
         return _normalize(super().keys(memories, observed)).astype(memories.dtype)
@@ -212,7 +206,6 @@ class Cosine(Similarity):
         return _normalize(jnp.where(restrict, mean, 0.0))
 
 
-@frozen_pytree
 class NegativeSquaredL2(Similarity):
     r"""Minus the squared Euclidean distance, summed over squared differences.
 
@@ -223,20 +216,15 @@ class NegativeSquaredL2(Similarity):
     comparison_has_energy: ClassVar[bool] = True
     needs_normalized: ClassVar[bool] = True
 
-    kernel: Kernel | None = None
-
     def _compare(self, keys, state, restrict):
         return -_squared_distance(*_restricted(keys, state, restrict))
 
 
-@frozen_pytree
 class NegativeL2(Similarity):
     """Minus the Euclidean distance (Millidge et al. 2022).
 
     No energy is known that an update never raises.
     """
-
-    kernel: Kernel | None = None
 
     def _compare(self, keys, state, restrict):
         squared = _squared_distance(*_restricted(keys, state, restrict))
@@ -244,14 +232,11 @@ class NegativeL2(Similarity):
         return -jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, squared)))
 
 
-@frozen_pytree
 class NegativeL1(Similarity):
     """Minus the Manhattan distance (Millidge et al. 2022).
 
     No energy is known that an update never raises.
     """
-
-    kernel: Kernel | None = None
 
     def _compare(self, keys, state, restrict):
         return -_sum_over_components(_absolute, *_restricted(keys, state, restrict))
@@ -401,7 +386,7 @@ def check_observed(observed: Any, query: Array) -> Array | None:
     if observed is None:
         return None
     observed = as_boolean("observed", observed, "true where the query is known")
-    broadcast_rows("observed", observed, query.shape)
+    check_broadcast("observed", observed, query.shape)
     return observed
 
 

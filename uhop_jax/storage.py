@@ -1,10 +1,12 @@
 """Kernels, similarities, memories and calibrations as files: learn once, query later.
 
 A file is an uncompressed `.npz` with the arrays and a JSON description of the objects
-that contain them. Nothing is pickled: loading creates only types of this library.
+that contain them. Nothing is pickled: loading creates only subclasses of `Pytree`, of
+this library or defined by the running program.
 """
 
 import dataclasses
+import inspect
 import json
 import os
 import secrets
@@ -21,25 +23,11 @@ import jaxtyping
 import numpy as np
 from jaxtyping import Array
 
-from uhop_jax import (
-    calibration,
-    corruption,
-    kernels,
-    memory,
-    separation,
-    similarity,
-)
+from uhop_jax import kernels
 from uhop_jax._files import read_archive, reading, user_path
+from uhop_jax._pytree import TYPES, Pytree, stored_name
 
-_TYPES: dict[str, type] = {
-    cls.__name__: cls
-    for module in (kernels, similarity, separation, calibration, corruption, memory)
-    for cls in vars(module).values()
-    if isinstance(cls, type)
-    and dataclasses.is_dataclass(cls)
-    and cls is not corruption.Corruption
-}
-_VERSION = 1
+_VERSION = 2
 DEEPEST = 50  # largest depth of nested descriptions
 
 
@@ -48,7 +36,7 @@ def _is_kernel(x: Any) -> bool:
 
 
 def save(path: str | Path, tree: Any) -> Path:
-    """Saves a kernel, similarity, separation, memory, calibration or corruption.
+    """Saves a model, kernel, similarity, separation, memory, calibration or corruption.
 
     The file is written completely or not at all: an existing file is replaced only
     after everything is written. If several processes write, the last one wins.
@@ -144,14 +132,14 @@ def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, (tuple, list)):
         parts = [_describe(v, f"{name}.{i}", arrays) for i, v in enumerate(value)]
         return {"tuple": parts}
-    if type(value).__name__ in _TYPES:
+    if isinstance(value, Pytree):
         fields = {}
-        for field in dataclasses.fields(value):
+        for field in dataclasses.fields(value):  # type: ignore[arg-type]
             x = getattr(value, field.name)
             if field.metadata.get("static") and isinstance(x, np.generic):
                 x = x.item()
             fields[field.name] = _describe(x, f"{name}.{field.name}", arrays)
-        return {"type": type(value).__name__, "fields": fields}
+        return {"type": stored_name(type(value)), "fields": fields}
     try:
         array = np.asarray(value)
     except TypeError:
@@ -159,7 +147,7 @@ def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if array.dtype == object:
         raise ValueError(
             f"{name} cannot be saved: got {type(value).__name__}, expected an array or "
-            f"one of {', '.join(sorted(_TYPES))}"
+            "a subclass of Pytree such as a kernel, similarity, separation or memory"
         )
     # NumPy's format has no bfloat16: every array is stored as bytes.
     arrays[name] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
@@ -177,11 +165,19 @@ def _build(node: Any, name: str, arrays: Mapping[str, np.ndarray]) -> Any:
             return tuple(_build(x, f"{name}.{i}", arrays) for i, x in enumerate(parts))
         case {"array": str(key), "dtype": str(dtype), "shape": [*shape]}:
             return _array(name, arrays.get(key), dtype, shape)
-        case {"type": str(kind), "fields": {**nodes}} if kind in _TYPES:
-            return _object(_TYPES[kind], name, nodes, arrays)
+        case {"type": str(kind), "fields": {**nodes}} if _creates(kind):
+            return _object(TYPES[kind], name, nodes, arrays)
         case {"type": str(kind)}:
-            raise ValueError(f"{name}: a {kind} is unknown to this version of uhop_jax")
+            hint = "this version of uhop_jax"
+            if "." in kind:
+                hint = "this program, which has to import its module first"
+            raise ValueError(f"{name}: a {kind} is unknown to {hint}")
     raise ValueError(f"{name} is damaged, or was not saved by uhop_jax")
+
+
+def _creates(kind: str) -> bool:
+    """Whether objects of a stored type can be created."""
+    return kind in TYPES and not inspect.isabstract(TYPES[kind])
 
 
 def _array(name: str, stored: Any, dtype: str, shape: list) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from uhop_jax._checks import check_choice
-from uhop_jax._pytree import frozen_pytree
+from uhop_jax._pytree import Pytree
 from uhop_jax.corruption import Mask, Noise, scale_of
 
 KINDS = (
@@ -18,8 +18,7 @@ KINDS = (
 )
 
 
-@frozen_pytree
-class Dropout:
+class Dropout(Pytree):
     """Masks components with a probability, and scales up the rest, as dropout does.
 
     The authors' code uses dropout in place of a mask.
@@ -36,8 +35,7 @@ class Dropout:
         return Mask(self.fraction)(key, patterns) / (1 - self.fraction)
 
 
-@frozen_pytree
-class FoldedNoise:
+class FoldedNoise(Pytree):
     """Adds Gaussian noise, takes the magnitude of the sum and clamps it to `[0, 1]`.
 
     The authors' code does so: negative values come back as positive values.
@@ -85,8 +83,7 @@ class FoldedNoise:
         return jax.lax.map(folded, (query, ~clamped))
 
 
-@frozen_pytree
-class Block:
+class Block(Pytree):
     """Sets a square of each image to zero, at a random place.
 
     Attributes:
@@ -115,8 +112,7 @@ class Block:
         return jnp.where(inside[..., None], 0, images).reshape(patterns.shape)
 
 
-@frozen_pytree
-class Blur:
+class Blur(Pytree):
     """Convolves each image with a Gaussian, its edges repeated.
 
     Attributes:
@@ -149,8 +145,7 @@ class Blur:
         return images.reshape(patterns.shape)
 
 
-@frozen_pytree
-class Shift:
+class Shift(Pytree):
     """Moves each image by `distance` pixels in one of four directions; zeros come in.
 
     Attributes:
@@ -177,8 +172,7 @@ class Shift:
         return jnp.stack(moved)[way, jnp.arange(len(images))].reshape(patterns.shape)
 
 
-@frozen_pytree
-class KnownMasks:
+class KnownMasks(Pytree):
     """Hides the unknown components of a mask, which is drawn for each pattern.
 
     A call returns the patterns and, for each, the mask that was drawn.

@@ -4,6 +4,7 @@ One model is an `Entry`; all entries of a cell are evaluated by one compiled pro
 which visits one memory set after another so that memory stays bounded.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from uhop_jax.corruption import Corruption, posterior
 from uhop_jax.experiments.methods import Method
 from uhop_jax.kernels import Kernel
 from uhop_jax.losses import Loss, delta_min_of_gram, loss_of_gram
+from uhop_jax.model import Model
 from uhop_jax.separation import Separation
 from uhop_jax.similarity import Dot, Similarity
 
@@ -52,12 +54,13 @@ class Entry(NamedTuple):
     Attributes:
       method: the method.
       setting: name of the kernel within the family of the method.
-      model: the similarity; its kernel has a leading axis of memory sets.
+      model: the model at the natural beta, 1; its kernel has a leading axis of memory
+        sets.
     """
 
     method: Method
     setting: str
-    model: Similarity
+    model: Model
 
 
 class Scores(NamedTuple):
@@ -109,13 +112,14 @@ def entries_of(
     for method in methods:
         family = kernels[method.family] if method.family else {"": None}
         for setting, kernel in family.items():
-            entries.append(Entry(method, setting, method.similarity(kernel)))
+            model = Model(method.similarity(kernel), method.separation, beta=1.0)
+            entries.append(Entry(method, setting, model))
     return entries
 
 
 def overlaps(entries: Sequence[Entry], queries: Queries) -> Array:
     """Overlaps of every query with every memory, `(sets, entries, Q, M)`."""
-    return _overlaps(tuple(e.model for e in entries), queries)
+    return _overlaps(tuple(e.model.similarity for e in entries), queries)
 
 
 def errors_by_beta(
@@ -126,7 +130,7 @@ def errors_by_beta(
     Each entry has a grid of betas of its own, common to all sets.
     """
     betas = grids(overlaps)
-    separations = tuple(entry.method.separation for entry in entries)
+    separations = tuple(entry.model.separation for entry in entries)
     errors = _sweep(memories, overlaps, separations, betas)
     return np.asarray(errors), np.asarray(betas)
 
@@ -169,7 +173,7 @@ def score(
     entries: Sequence[Entry], overlaps: Array, betas: Sequence[float], memories: Array
 ) -> Scores:
     """Scores of each entry at its beta, after one update."""
-    separations = tuple(entry.method.separation for entry in entries)
+    separations = tuple(entry.model.separation for entry in entries)
     scores = _score(memories, overlaps, separations, jnp.asarray(betas, overlaps.dtype))
     return Scores(*(np.asarray(x) for x in scores))
 
@@ -182,7 +186,8 @@ def scores_of_weights(weights: Array, memories: Array) -> Scores:
 
 def weights(entry: Entry, beta: float, queries: Queries) -> Array:
     """Weights `(sets, Q, M)` of one entry over the memories, after one update."""
-    return entry.method.separation(beta * overlaps([entry], queries)[:, 0])
+    model = dataclasses.replace(entry.model, beta=beta)
+    return model.weights(overlaps([entry], queries)[:, 0])
 
 
 @jax.jit
@@ -201,8 +206,8 @@ def separations(
     entries: Sequence[Entry], memories: Array, t: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Average separation loss and `Delta_min` of kernels, `(sets, entries)` each."""
-    plain = [entry._replace(model=Dot(entry.model.kernel)) for entry in entries]
-    grams = overlaps(plain, Queries(memories, memories, None))
+    plain = tuple(Dot(entry.model.similarity.kernel) for entry in entries)
+    grams = _overlaps(plain, Queries(memories, memories, None))
     loss, delta = _separations(grams, jnp.asarray(t, grams.dtype))
     return np.asarray(loss), np.asarray(delta)
 
@@ -227,17 +232,17 @@ def _middle_of_least(errors: np.ndarray, places: np.ndarray, scale: np.ndarray) 
 
 
 @jax.jit
-def _overlaps(models: tuple[Similarity, ...], queries: Queries) -> Array:
-    """Overlaps `(sets, models, Q, M)`, one set and model after another."""
+def _overlaps(similarities: tuple[Similarity, ...], queries: Queries) -> Array:
+    """Overlaps `(sets, entries, Q, M)`, one set and entry after another."""
 
     def one(row: tuple[tuple[Similarity, ...], Queries]) -> Array:
-        models, (memories, query, observed) = row
+        similarities, (memories, query, observed) = row
         return lax.map(
-            lambda index: overlaps_of(models, index, memories, query, observed),
-            jnp.arange(len(models)),
+            lambda index: overlaps_of(similarities, index, memories, query, observed),
+            jnp.arange(len(similarities)),
         )
 
-    return lax.map(one, (models, queries))
+    return lax.map(one, (similarities, queries))
 
 
 @jax.jit
@@ -249,13 +254,13 @@ def grids(overlaps: Array) -> Array:
 
 
 def _over_entries(
-    function: Callable[[Array, Array, Callable[[Array], Array], Array], Any],
+    function: Callable[[Array, Array, Callable[[Array, Array], Array], Array], Any],
     memories: Array,
     overlaps: Array,
     separations: tuple[Separation, ...],
     betas: Array,
 ) -> Any:
-    """`function(memories, overlaps, separation, beta)` for each set and entry."""
+    """`function(memories, overlaps, weights, beta)` for each set and entry."""
 
     def of_set(row: tuple[Array, Array]) -> Any:
         memories, overlaps = row
@@ -263,10 +268,12 @@ def _over_entries(
         def of_entry(row: tuple[Array, Array, Array]) -> Any:
             index, overlaps, beta = row
 
-            def separation(z: Array) -> Array:
-                return with_one_of(separations, index, lambda s: s(z))
+            def weights(overlaps: Array, beta: Array) -> Array:
+                return with_one_of(
+                    separations, index, lambda s: s.tempered(overlaps, beta)
+                )
 
-            return function(memories, overlaps, separation, beta)
+            return function(memories, overlaps, weights, beta)
 
         return lax.map(of_entry, (jnp.arange(len(separations)), overlaps, betas))
 
@@ -280,8 +287,8 @@ def _sweep(
     """Errors `(sets, entries, betas)`."""
     target = jnp.arange(memories.shape[1])
 
-    def sweep(memories, overlaps, separation, betas):
-        return sweep_errors(memories, overlaps, target, separation, betas)
+    def sweep(memories, overlaps, weights, betas):
+        return sweep_errors(memories, overlaps, target, weights, betas)
 
     return _over_entries(sweep, memories, overlaps, separations, betas)
 
@@ -292,8 +299,8 @@ def _score(
 ) -> tuple[Array, Array, Array]:
     """Scores `(sets, entries)`, each entry at its beta."""
 
-    def score(memories, overlaps, separation, beta):
-        return _scores(separation(beta * overlaps), memories)
+    def score(memories, overlaps, weights, beta):
+        return _scores(weights(overlaps, beta), memories)
 
     return _over_entries(score, memories, overlaps, separations, betas)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from uhop_jax._entmax import Power
-from uhop_jax._pytree import frozen_pytree
 from uhop_jax.calibration import two_sided_centering
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
@@ -84,7 +83,6 @@ class Settings(NamedTuple):
     normalize_rows: bool = False
 
 
-@frozen_pytree
 class Powers(Separation):
     """Weights `z^n`, not normalised: the dense associative memory of the paper.
 

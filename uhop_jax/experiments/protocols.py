@@ -17,7 +17,6 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice, check_count, check_positive
-from uhop_jax._pytree import frozen_pytree
 from uhop_jax.experiments.methods import (
     CALIBRATED,
     FAIR,
@@ -51,7 +50,6 @@ class Protocol(NamedTuple):
     beta: float | None
 
 
-@frozen_pytree
 class PositiveL2(NegativeL2):
     """The distance itself as a similarity, which retrieves the farthest memory."""
 
@@ -61,7 +59,6 @@ class PositiveL2(NegativeL2):
         return -super()._compare(keys, state, restrict)
 
 
-@frozen_pytree
 class PositiveL1(NegativeL1):
     """The distance itself as a similarity, which retrieves the farthest memory."""
 

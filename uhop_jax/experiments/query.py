@@ -20,7 +20,8 @@ from uhop_jax.experiments import figures
 from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
 from uhop_jax.experiments.sweep import load_patterns, patterns_read
 from uhop_jax.kernels import check_numbers
-from uhop_jax.retrieval import converge, has_energy
+from uhop_jax.model import Model
+from uhop_jax.retrieval import converge, retrieve
 from uhop_jax.sharding import memory_mesh, shard_memories
 from uhop_jax.storage import load, save
 from uhop_jax.streaming import retrieve_streamed
@@ -35,13 +36,13 @@ class CalibratedMemory(NamedTuple):
 
     Attributes:
       values: patterns, one per row.
-      model: similarity, kernel, separation and beta.
+      calibration: the model, and how it was chosen.
       shape: of a pattern: height, width and channels, or its dimension.
       names: of the patterns: file names, or their numbers.
     """
 
     values: Float[Array, "M d"]
-    model: Calibration
+    calibration: Calibration
     shape: tuple[int, ...]
     names: tuple[str, ...]
 
@@ -59,7 +60,7 @@ class CalibratedMemory(NamedTuple):
         fields = load(path)
         whole = isinstance(fields, tuple) and len(fields) == 4
         memory = cls(*fields) if whole else None
-        if memory is None or not isinstance(memory.model, Calibration):
+        if memory is None or not isinstance(memory.calibration, Calibration):
             raise ValueError(f"{path} is no memory that the query variant saved")
         if wrong := memory._wrong():
             raise ValueError(f"{path} is damaged: {wrong}")
@@ -130,22 +131,20 @@ def answer(
       observed: true for the known components of the queries.
       shards: devices over which the patterns are split; 0 leaves them on one.
     """
-    model, patterns, mask = memory.model, memory.values, None
+    model, patterns, mask = memory.calibration.model, memory.values, None
     check_numbers(model.similarity.kernel)
     if shards:
         patterns, mask = shard_memories(patterns, memory_mesh(shards))
-    result = model.retrieve(patterns, query, observed=observed, mask=mask)
+    result = retrieve(model, patterns, query, observed=observed, mask=mask)
     top, index = jax.lax.top_k(result.weights, 2)
     squared = (patterns * patterns).sum(-1)
     variance = result.weights @ squared - (result.state * result.state).sum(-1)
     converged = None
-    if has_energy(model.separation, model.similarity):
+    if model.has_energy:
         end = converge(
+            model,
             patterns,
             query,
-            beta=model.beta,
-            separation=model.separation,
-            similarity=model.similarity,
             observed=observed,
             mask=mask,
             max_steps=MAX_UPDATES,
@@ -164,7 +163,7 @@ def answer(
 
 
 def answer_in_blocks(
-    model: Calibration,
+    model: Model,
     patterns: Float[np.ndarray, "M d"],
     query: Float[Array, "Q d"],
     observed: Bool[Array, "Q d"] | None = None,
@@ -191,11 +190,9 @@ def answer_in_blocks(
             yield np.concatenate([rows, squares], axis=-1)
 
     result = retrieve_streamed(
+        model,
         patterns,
         query,
-        beta=model.beta,
-        separation=model.separation,
-        similarity=model.similarity,
         values=with_squares,
         observed=observed,
         top=2,
@@ -264,21 +261,28 @@ def run(config: ConfigDict, workdir: Path) -> None:
     check(workdir, config, read)
     if memory is None:
         values = jnp.asarray(stored.values)
-        model = calibrate(jax.random.key(config.seed), values, corruption)
-        memory = CalibratedMemory(values, model, tuple(stored.shape), stored.names)
+        calibration = calibrate(jax.random.key(config.seed), values, corruption)
+        shape = tuple(stored.shape)
+        memory = CalibratedMemory(values, calibration, shape, stored.names)
     answers = None
     patterns = np.asarray(memory.values) if mapped is None else mapped
     if queries is not None:
         query = jnp.asarray(queries.values)
         if in_blocks:
             answers = answer_in_blocks(
-                memory.model, patterns, query, observed, block=config.block or None
+                memory.calibration.model,
+                patterns,
+                query,
+                observed,
+                block=config.block or None,
             )
         else:
             answers = answer(memory, query, observed, shards=config.shards)
     with claimed(workdir, config, read):
         written = _write(config, workdir, memory, patterns, queries, answers)
-    print(f"{len(memory.names)} memories of shape {shape}: {memory.model.summary()}")
+    print(
+        f"{len(memory.names)} memories of shape {shape}: {memory.calibration.summary()}"
+    )
     if queries is not None and answers is not None:
         names = memory.names if mapped is None else range(len(mapped))
         rows = _rows(names, queries, answers)
@@ -403,5 +407,5 @@ def _picture(
         "retrieved": [f"weight {float(x):.3g}" for x in answers.largest[:number]],
         "stored": [names[index] for index in nearest],
     }
-    title = f"{memory.model.name}, one update"
+    title = f"{memory.calibration.name}, one update"
     figures.images(path, shaped, title, captions=captions)

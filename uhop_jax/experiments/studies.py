@@ -14,6 +14,7 @@ from uhop_jax.experiments import evaluation, figures
 from uhop_jax.experiments.evaluation import Entry
 from uhop_jax.experiments.methods import Method
 from uhop_jax.experiments.sweep import SCORED, Cell, Study, base_row
+from uhop_jax.model import Model
 from uhop_jax.plotting import Panel, Series
 from uhop_jax.separation import Entmax, Softmax
 from uhop_jax.similarity import Dot
@@ -166,7 +167,7 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             normalize_rows=settings.normalize_rows,
             path="gram",
         )
-        model = Dot(fitted.snapshots)
+        model = Model(Dot(fitted.snapshots), beta=1.0)
         entry = Entry(Method("U-Hop", Dot, Softmax(), "average"), f"N={number}", model)
         overlaps = evaluation.overlaps([entry], queries)
         if fair:

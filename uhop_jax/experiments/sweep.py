@@ -43,6 +43,7 @@ from uhop_jax.experiments.protocols import (
 )
 from uhop_jax.plotting import Comparison, Panel
 from uhop_jax.progress import Progress
+from uhop_jax.retrieval import retrieve
 from uhop_jax.workdir import claimed, fingerprint, read_table, write_file, write_table
 
 BYTES = 6e8  # most bytes of one block of memory sets
@@ -395,7 +396,8 @@ def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
     index = [
         i
         for i, entry in enumerate(entries)
-        if entry.model.kernel is not None and entry.model.kernel.has_energy
+        if entry.model.similarity.kernel is not None
+        and entry.model.similarity.kernel.has_energy
     ]
     if not index:
         return {}
@@ -413,12 +415,13 @@ def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
 def _calibrated(study: Study, cell: Cell, queries: Queries, j: int, index: int) -> dict:
     """The record of the calibrated memory on one memory set."""
     memories = queries.memories[j]
-    model = study.calibrated(cell, memories, index)
+    calibration = study.calibrated(cell, memories, index)
+    model = calibration.model
     observed = None if queries.observed is None else queries.observed[j]
-    weights = model.retrieve(memories, queries.query[j], observed=observed).weights
+    weights = retrieve(model, memories, queries.query[j], observed=observed).weights
     scores = evaluation.scores_of_weights(weights[None], memories[None])
-    setting = f"{model.name}, {type(model.separation).__name__.lower()}"
-    beta = {"beta": float(model.beta)}
+    setting = f"{calibration.name}, {type(model.separation).__name__.lower()}"
+    beta = {"beta": float(np.asarray(model.beta))}
     return (
         base_row(study, cell, CALIBRATED, setting, index)
         | _numbers(scores, 0, 0)
@@ -559,9 +562,10 @@ def _picture(study: Study, cell: Cell, rows: Sequence[dict], path: Path) -> None
         columns[title] = jnp.clip(weights @ memories, 0, 1)
     for row in of_cell:
         if row["method"] == CALIBRATED and CALIBRATED in study.config.pictured:
-            model = study.calibrated(cell, memories, 0)
+            model = study.calibrated(cell, memories, 0).model
             observed = None if queries.observed is None else queries.observed[0]
-            state = model.retrieve(memories, queries.query[0], observed=observed).state
+            query = queries.query[0]
+            state = retrieve(model, memories, query, observed=observed).state
             columns[f"{CALIBRATED}\nerror {row['error']:.2f}"] = state[:number]
     figures.images(
         path,

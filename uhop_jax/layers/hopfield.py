@@ -26,7 +26,8 @@ from uhop_jax.layers.association import HEAD_AXES, Association, map_head_axis
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import LinearFeatures, as_kernel
 from uhop_jax.layers.masks import combined_mask, extended_mask
-from uhop_jax.retrieval import converge, energy, has_energy, retrieve
+from uhop_jax.model import Model
+from uhop_jax.retrieval import converge, energy, retrieve
 from uhop_jax.separation import (
     Entmax,
     Power,
@@ -34,7 +35,6 @@ from uhop_jax.separation import (
     bounded_alpha,
     separation_from_name,
 )
-from uhop_jax.similarity import Dot
 
 VALUES = ("keys", "direct")
 MAX_STEPS = 64  # cap on the updates of a state that has not converged
@@ -509,10 +509,15 @@ class Hopfield(nnx.Module):
             separation = self.separation
             if isinstance(separation, Entmax):
                 separation = dataclasses.replace(separation, alpha=alpha)
-            options = {"beta": beta, "separation": separation, "mask": where}
+            model = Model(separation=separation, beta=beta)
             if self.steps is None:
                 end = converge(
-                    keys, query, values=read, max_steps=self.max_steps, **options
+                    model,
+                    keys,
+                    query,
+                    values=read,
+                    mask=where,
+                    max_steps=self.max_steps,
                 )
                 return Association(
                     end.pattern,
@@ -522,12 +527,12 @@ class Hopfield(nnx.Module):
                     end.converged,
                 )
             state, weights = retrieve(
-                keys, query, values=read, steps=self.steps, **options
+                model, keys, query, values=read, mask=where, steps=self.steps
             )
             energies = None
-            if details and has_energy(separation, Dot()):
-                last = retrieve(keys, query, steps=self.steps, **options).state
-                energies = energy(keys, last, **options)
+            if details and model.has_energy:
+                last = retrieve(model, keys, query, mask=where, steps=self.steps).state
+                energies = energy(model, keys, last, mask=where)
             steps = jnp.full(weights.shape[:-1], self.steps, jnp.int32)
             return Association(state, weights, energies, steps, None)
 

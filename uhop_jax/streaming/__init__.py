@@ -28,35 +28,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import (
     as_floating,
     as_positive,
     broadcast_rows,
     check_count,
-    check_finite,
     wider_dtype,
     working_dtype,
 )
+from uhop_jax.model import Model, check_model
 from uhop_jax.retrieval import check_iterable
-from uhop_jax.separation import (
-    Entmax,
-    Polynomial,
-    Separation,
-    Softmax,
-    Softmax1,
-    Sparsemax,
-    TopK,
-)
-from uhop_jax.similarity import Dot, Similarity, check_observed, check_patterns
-from uhop_jax.streaming._device import Stored
-from uhop_jax.streaming._host import Read
-from uhop_jax.streaming._passes import Model, Plan, check_numbers
+from uhop_jax.similarity import check_observed, check_patterns
+from uhop_jax.streaming._device import ArraySource
+from uhop_jax.streaming._host import HostSource
+from uhop_jax.streaming._passes import Plan, QueryModel, check_numbers
 
 __all__ = ["Streamed", "retrieve_streamed"]
 
-STREAMED = (Softmax, Softmax1, Sparsemax, Entmax, Polynomial, TopK)
 TILE = 2**19  # overlaps in a tile, which fit into the cache of a core
 TILE_ROWS = 8192  # memories in a tile, at most
 QUERY_BLOCK = 256  # queries in a block, by default
@@ -78,12 +68,10 @@ class Streamed(NamedTuple):
 
 
 def retrieve_streamed(
+    model: Model,
     memories: Source,
     query: Float[Array, "*batch d"],
     *,
-    beta: ArrayLike,
-    separation: Separation = Softmax(),
-    similarity: Similarity = Dot(),
     steps: int = 1,
     values: Source | None = None,
     mask: Bool[Array, " M"] | None = None,
@@ -107,12 +95,10 @@ def retrieve_streamed(
     makes the result NaN.
 
     Args:
+      model: similarity, separation and inverse temperature; `beta` and the parameters
+        of the separation broadcast against the leading axes of `query`.
       memories: stored patterns `(M, d)`, one per row.
       query: initial states.
-      beta: inverse temperature, positive; broadcasts against the leading axes of
-        `query`, and so does `alpha`.
-      separation: a separation of this library.
-      similarity: overlap of states with memories; larger is closer.
       steps: number of updates, at least 1.
       values: patterns `(M, v)` that the last weights average, a source of the same kind
         as `memories`; the memories by default.
@@ -136,16 +122,11 @@ def retrieve_streamed(
     for name, size in (("block", block), ("query_block", query_block)):
         if size is not None:
             check_count(name, size, 1)
-    if not isinstance(separation, STREAMED):
-        raise ValueError(
-            f"separation must be one of {', '.join(c.__name__ for c in STREAMED)} to "
-            f"be streamed, got {separation!r}"
-        )
-    separation.check()
+    check_model(model)
+    similarity, separation = model.similarity, model.separation
     query = as_floating(query, "query")
     observed = check_observed(observed, query)
-    check_finite("query", query, observed)
-    stored: Any = Stored if isinstance(memories, jax.Array) else Read
+    stored: Any = ArraySource if isinstance(memories, jax.Array) else HostSource
     source = stored.of(memories, values, mask)
     check_patterns(source.sample, query, similarity)
     check_numbers(separation, top, source.length)
@@ -168,16 +149,16 @@ def retrieve_streamed(
             )
         observed = jnp.broadcast_to(observed, query.shape).reshape(number, d)
     dtype = wider_dtype(source.sample, query, *source.value_samples)
-    working = working_dtype(jnp.zeros((), dtype))
-    beta = as_positive("beta", beta, working)
+    working = working_dtype(dtype)
+    beta = as_positive("beta", model.beta, working)
 
     def each(name: str, x: Any) -> Array:
         return broadcast_rows(name, x, rows).astype(working).reshape(number)
 
     separation = jax.tree.map(functools.partial(each, "alpha"), separation)
-    model = Model(similarity, separation, each("beta", beta), observed)
+    queries = QueryModel(similarity, separation, observed, beta=each("beta", beta))
     size = min(query_block or QUERY_BLOCK, max(number, 1))
     tile = min(TILE_ROWS, max(TILE // size, 1), block or TILE_ROWS)
     plan = Plan(steps, top, tile, size, block, dtype)
-    results = source.run(plan, model, query.astype(dtype).reshape(number, d))
+    results = source.run(plan, queries, query.astype(dtype).reshape(number, d))
     return Streamed(*(x.reshape(*rows, *x.shape[1:]) for x in results))

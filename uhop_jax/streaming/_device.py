@@ -1,5 +1,6 @@
 """Streamed retrieval from an array on the device: compiled loops, and gradients."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,10 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from uhop_jax._checks import (
-    as_floating,
-    check_finite,
-)
+from uhop_jax._checks import as_floating
 from uhop_jax._products import weigh
 from uhop_jax._pytree import varying_alike
 from uhop_jax.separation import (
@@ -22,8 +20,8 @@ from uhop_jax.separation import (
 )
 from uhop_jax.streaming._passes import (
     GROUPS,
-    Model,
     Plan,
+    QueryModel,
     Threshold,
     Tile,
     average,
@@ -33,7 +31,7 @@ from uhop_jax.streaming._passes import (
 )
 
 
-class Stored(NamedTuple):
+class ArraySource(NamedTuple):
     """A source: memories `(M, d)` on the device, with values and a mask or None."""
 
     memories: Array
@@ -41,7 +39,7 @@ class Stored(NamedTuple):
     mask: Array | None
 
     @classmethod
-    def of(cls, memories: Any, values: Any, mask: Any) -> "Stored":
+    def of(cls, memories: Any, values: Any, mask: Any) -> "ArraySource":
         """The source of checked arrays."""
         memories = as_floating(memories, "memories")
         if memories.ndim != 2:
@@ -54,12 +52,9 @@ class Stored(NamedTuple):
                     f"mask must be boolean of shape ({count},), got {mask.dtype} of "
                     f"shape {mask.shape}"
                 )
-        valid = None if mask is None else mask[:, None]
-        check_finite("memories", memories, valid)
         if values is not None:
             values = as_floating(values, "values")
             check_values(values.shape, memories.shape)
-            check_finite("values", values, valid)
         return cls(memories, values, mask)
 
     @property
@@ -77,13 +72,13 @@ class Stored(NamedTuple):
         """Number of memories."""
         return self.memories.shape[0]
 
-    def run(self, plan: Plan, model: Model, query: Array) -> tuple[Array, ...]:
+    def run(self, plan: Plan, model: QueryModel, query: Array) -> tuple[Array, ...]:
         """The fields of `Streamed` for queries `(Q, d)`."""
         return _run_on_device(plan, *varying_alike((model, query, self)))
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _run_on_device(plan: Plan, model: Model, query: Array, stored: Stored):
+def _run_on_device(plan: Plan, model: QueryModel, query: Array, stored: ArraySource):
     """Runs blocks of `plan.queries` queries, one after another."""
     driver = _OnDevice(plan, stored)
     count, size = query.shape[0], plan.queries
@@ -96,7 +91,7 @@ def _run_on_device(plan: Plan, model: Model, query: Array, stored: Stored):
 
     def block(parts):
         query, per_query = parts
-        return run_queries(driver, plan, Model(model.similarity, *per_query), query)
+        return run_queries(driver, plan, model.with_rows(per_query), query)
 
     results = lax.map(block, jax.tree.map(split, (query, model.per_query)))
     return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in results)
@@ -116,7 +111,7 @@ class _OnDevice:
         """`run()` if the condition holds, else `otherwise`."""
         return lax.cond(condition, run, lambda: otherwise)
 
-    def __init__(self, plan: Plan, stored: Stored):
+    def __init__(self, plan: Plan, stored: ArraySource):
         self.plan, self.stored, self.count = plan, stored, stored.length
         self.groups = min(GROUPS, plan.tile, self.count)
 
@@ -137,7 +132,9 @@ class _OnDevice:
             step, plan.tile, plan.dtype, arguments, stored, update, self.count
         )
 
-    def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Threshold]:
+    def average(
+        self, model: QueryModel, y: Array, update: bool
+    ) -> tuple[Array, Threshold]:
         """Weighted average `(Q, v)`, with derivatives, and the threshold."""
         if isinstance(model.separation, TopK):
             return average(self, model, y, update)
@@ -153,7 +150,13 @@ class _OnDevice:
 
 
 def fold_tiles(
-    step, size: int, dtype: Any, arguments: Any, stored: Stored, update: bool, count
+    step,
+    size: int,
+    dtype: Any,
+    arguments: Any,
+    stored: ArraySource,
+    update: bool,
+    count,
 ) -> Any:
     """Calls `step` on the first `count` memories, a tile of `size` at a time."""
     model, y, extra, carry = arguments
@@ -188,7 +191,7 @@ def fold_tiles(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(plan: Plan, update: bool, model: Model, y: Array, stored):
+def _differentiable(plan: Plan, update: bool, model: QueryModel, y: Array, stored):
     """`average` on the device, with the derivative of `_backward`."""
     return average(_OnDevice(plan, stored), model, y, update)
 
@@ -215,7 +218,8 @@ def _backward(plan, update, residuals, cotangents):
         share = -a / jnp.where(b == 0, 1.0, b)
     else:
         share = -(g * out).sum(-1)
-    smooth = model._replace(observed=None), y, stored._replace(mask=None)
+    bare = dataclasses.replace(model, observed=None)
+    smooth = bare, y, stored._replace(mask=None)
     start = jax.tree.map(jnp.zeros_like, smooth)
     extra = threshold, g, share
     by_model, by_y, by_stored = driver.fold(_pull_back, model, y, extra, start, update)
@@ -268,10 +272,10 @@ def _pull_back(model, y, extra, carry, tile: Tile, update):
 
     def contribution(smooth, y, memories, values):
         primal = tile._replace(memories=memories, values=values)
-        full = smooth._replace(observed=model.observed)
+        full = dataclasses.replace(smooth, observed=model.observed)
         return _contribution(full, y, threshold, primal, update)
 
-    smooth = model._replace(observed=None)
+    smooth = dataclasses.replace(model, observed=None)
     _, pull = jax.vjp(contribution, smooth, y, tile.memories, tile.values)
     of_model, of_y, of_memories, of_values = pull((g, share))
 
@@ -281,7 +285,7 @@ def _pull_back(model, y, extra, carry, tile: Tile, update):
         after = before + part.astype(whole.dtype)
         return lax.dynamic_update_slice_in_dim(whole, after, tile.start, 0)
 
-    by_stored = Stored(
+    by_stored = ArraySource(
         add(by_stored.memories, of_memories),
         None if of_values is None else add(by_stored.values, of_values),
         None,

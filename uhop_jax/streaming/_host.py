@@ -18,11 +18,11 @@ from uhop_jax._checks import (
     native,
 )
 from uhop_jax._files import mapped_array
-from uhop_jax.streaming._device import Stored, fold_tiles
+from uhop_jax.streaming._device import ArraySource, fold_tiles
 from uhop_jax.streaming._passes import (
     GROUPS,
-    Model,
     Plan,
+    QueryModel,
     Threshold,
     Tile,
     average,
@@ -168,14 +168,14 @@ def _padded(block: np.ndarray, size: int) -> tuple[np.ndarray, int]:
     return block, count
 
 
-class Read(NamedTuple):
+class HostSource(NamedTuple):
     """A source: memories and values or None, in blocks that the host reads."""
 
     memories: _Pieces
     values: _Pieces | None
 
     @classmethod
-    def of(cls, memories: Any, values: Any, mask: Any) -> "Read":
+    def of(cls, memories: Any, values: Any, mask: Any) -> "HostSource":
         """The source of checked arrays, paths or functions."""
         if mask is not None:
             raise ValueError("mask belongs to memories that are a JAX array")
@@ -205,7 +205,7 @@ class Read(NamedTuple):
         """Number of memories; None for an iterator before its first pass."""
         return self.memories.count
 
-    def run(self, plan: Plan, model: Model, query: Array) -> tuple[Array, ...]:
+    def run(self, plan: Plan, model: QueryModel, query: Array) -> tuple[Array, ...]:
         """The fields of `Streamed` for queries `(Q, d)`."""
         if is_traced(query) or any(map(is_traced, jax.tree.leaves(model))):
             raise ValueError(
@@ -226,7 +226,7 @@ class _OnHost:
     One compiled program works on a block while the next block is transferred.
     """
 
-    def __init__(self, plan: Plan, source: Read):
+    def __init__(self, plan: Plan, source: HostSource):
         self.plan, self.source, self.count = plan, source, source.length
         self.size = source.memories.size(plan.block)
         self.groups = min(GROUPS, plan.tile, self.size)
@@ -236,7 +236,9 @@ class _OnHost:
             return y.shape[-1]
         return (self.source.values or self.source.memories).sample.shape[-1]
 
-    def average(self, model: Model, y: Array, update: bool) -> tuple[Array, Threshold]:
+    def average(
+        self, model: QueryModel, y: Array, update: bool
+    ) -> tuple[Array, Threshold]:
         return average(self, model, y, update)
 
     @staticmethod
@@ -326,5 +328,5 @@ def _fold_block(step, plan, update, arguments, memories, values, start, count):
         return step(model, y, extra, carry, tile, update)
 
     memories, values = jax.tree.map(lambda x: x.astype(plan.dtype), (memories, values))
-    stored = Stored(memories, values, None)
+    stored = ArraySource(memories, values, None)
     return fold_tiles(shifted, plan.tile, plan.dtype, arguments, stored, update, count)

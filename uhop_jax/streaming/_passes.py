@@ -11,6 +11,7 @@ memories:
 read-out, which averages values.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from uhop_jax._entmax import (
     weights_at,
 )
 from uhop_jax._products import weigh
+from uhop_jax.model import Model
 from uhop_jax.separation import (
     Entmax,
     Polynomial,
@@ -69,19 +71,15 @@ class Plan(NamedTuple):
     dtype: Any
 
 
-class Model(NamedTuple):
-    """The model of a retrieval, with parameters `(Q,)` for each query.
+class QueryModel(Model):
+    """A model with parameters `(Q,)`, one for each query of a block.
 
     Attributes:
-      similarity: overlap of states with memories.
-      separation: weights of overlaps; an `alpha` is `(Q,)`.
-      beta: inverse temperatures `(Q,)`.
+      beta: `(Q,)`.
       observed: `(Q, d)`, true for known components of the queries, or None.
     """
 
-    similarity: Similarity
-    separation: Separation
-    beta: Array
+    beta: Array = dataclasses.field(kw_only=True)
     observed: Array | None = None
 
     @property
@@ -89,9 +87,14 @@ class Model(NamedTuple):
         """Separation, beta and observed, which have a row for each query."""
         return self.separation, self.beta, self.observed
 
-    def take(self, index: Any) -> "Model":
+    def with_rows(self, per_query: tuple[Separation, Array, Any]) -> "QueryModel":
+        """The model with other queries' separation, beta and observed."""
+        separation, beta, observed = per_query
+        return QueryModel(self.similarity, separation, observed, beta=beta)
+
+    def take(self, index: Any) -> "QueryModel":
         """The model of the queries at `index`."""
-        return Model(self.similarity, *jax.tree.map(lambda x: x[index], self.per_query))
+        return self.with_rows(jax.tree.map(lambda x: x[index], self.per_query))
 
 
 class Threshold(NamedTuple):
@@ -120,10 +123,10 @@ class Tile(NamedTuple):
     mask: Array | None
     start: Array
 
-    def overlaps(self, model: Model, y: Array) -> tuple[Array, Array]:
+    def overlaps(self, model: QueryModel, y: Array) -> tuple[Array, Array]:
         """Keys, and overlaps `(Q, T)`, `-inf` where masked."""
         keys = model.similarity.keys(self.memories)
-        z = model.similarity.compare(keys, y, model.observed)
+        z = model.overlaps(keys, y, model.observed)
         return keys, z if self.mask is None else jnp.where(self.mask[None], z, -jnp.inf)
 
     def averaged(self, keys: Array, update: bool) -> Array:
@@ -134,7 +137,7 @@ class Tile(NamedTuple):
 
 
 def run_queries(
-    driver: Any, plan: Plan, model: Model, query: Array
+    driver: Any, plan: Plan, model: QueryModel, query: Array
 ) -> tuple[Array, ...]:
     """States, largest weights and the indices of their memories: fields of `Streamed`.
 
@@ -163,7 +166,7 @@ def _next_state(similarity: Similarity, mean: Array) -> Array:
 
 
 def average(
-    driver: Any, model: Model, y: Array, update: bool
+    driver: Any, model: QueryModel, y: Array, update: bool
 ) -> tuple[Array, Threshold]:
     """Weighted average `(Q, v)` of keys or values, and the threshold of each query."""
     separation = model.separation
@@ -196,7 +199,9 @@ def _safe(total: Array) -> Array:
     return jnp.where(total == 0, 1.0, total)
 
 
-def online(model: Model, y: Array, extra: Any, carry: Any, tile: Tile, update: bool):
+def online(
+    model: QueryModel, y: Array, extra: Any, carry: Any, tile: Tile, update: bool
+):
     """A step: sums of the averaged patterns and of the weights, relative to `top`.
 
     The carry is `(out, total, top)`; `top` is an earlier overlap, and need not be the
@@ -260,7 +265,7 @@ def _short_exp2(x: Array) -> Array:
 
 
 def _entmax_sums(
-    driver: Any, model: Model, y: Array, start: tuple[Array, Array], update: bool
+    driver: Any, model: QueryModel, y: Array, start: tuple[Array, Array], update: bool
 ) -> tuple[Array, Array, Threshold]:
     """Sums of the averaged patterns and of the weights, and the threshold."""
     none = jnp.full_like(y, -jnp.inf, shape=(y.shape[0], driver.groups))
@@ -312,7 +317,7 @@ def _entmax_sums(
 
 
 def _smallest_weight(
-    driver: Any, model: Model, y: Array, top: Array, guess: Array
+    driver: Any, model: QueryModel, y: Array, top: Array, guess: Array
 ) -> tuple[Array, Array]:
     """The lowest overlap of each support and its weight, for `alpha > 2`."""
     e, _ = _exponent(model.separation, top)
@@ -342,7 +347,7 @@ def _smallest_weight(
 
 
 @jax.jit
-def _lower_bound(model: Model, largest: Array, second: Array):
+def _lower_bound(model: QueryModel, largest: Array, second: Array):
     """A lower bound of the root, from the two largest overlaps of each group `(Q, G)`.
 
     The root of a part of the entries never exceeds the root of all entries.
@@ -372,12 +377,12 @@ def _lower_bound(model: Model, largest: Array, second: Array):
     return top, e, root, jnp.mean(likely | (e[:, 0] > 1)) > 0.5, guess[:, 0]
 
 
-def _relative(model: Model, z: Array, reference: Array) -> Array:
+def _relative(model: QueryModel, z: Array, reference: Array) -> Array:
     """`beta (z - reference)`, exactly zero where `z` equals `reference`."""
     return model.beta[:, None].astype(z.dtype) * (z - reference[:, None])
 
 
-def _steep_relative(model: Model, z: Array, reference: Array) -> Array:
+def _steep_relative(model: QueryModel, z: Array, reference: Array) -> Array:
     """`_relative`, zero where the difference is rounding.
 
     The programs of different passes round matrix products differently. With a large
@@ -467,7 +472,7 @@ def weigh_tile(model, y, extra, carry, tile: Tile, update):
     return out, carry[1] + mass
 
 
-def _weights_and_slopes(model: Model, z: Array, threshold: Threshold):
+def _weights_and_slopes(model: QueryModel, z: Array, threshold: Threshold):
     """Weights at a threshold and their slopes in its shift."""
     reference, shift = threshold.reference, threshold.shift[:, None]
     e, power = _exponent(model.separation, reference)
@@ -491,14 +496,14 @@ def _weights_and_slopes(model: Model, z: Array, threshold: Threshold):
     return switch(power, at)
 
 
-def _average_of_largest(driver: Any, model: Model, y: Array, update: bool):
+def _average_of_largest(driver: Any, model: QueryModel, y: Array, update: bool):
     """`TopK`: softmax over the `k` largest overlaps, whose patterns are fetched."""
     best, index = _largest(driver, model, y, model.separation.k)  # type: ignore
     return _softmax_of(model, y, driver.take(index), best != -jnp.inf, update)
 
 
 @functools.partial(jax.jit, static_argnames="update")
-def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool):
+def _softmax_of(model: QueryModel, y: Array, fetched: Any, valid: Array, update: bool):
     """Average and threshold of fetched patterns `(Q, k, d)`, `valid (Q, k)`."""
 
     def row(y, per_query, memories, values, valid):
@@ -506,7 +511,7 @@ def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool
         if values is not None:
             values = jnp.where(valid[:, None], values, 0.0)
         tile = Tile(memories, values, valid, jnp.zeros((), jnp.int32))
-        one = Model(model.similarity, *jax.tree.map(lambda x: x[None], per_query))
+        one = model.with_rows(jax.tree.map(lambda x: x[None], per_query))
         keys, z = tile.overlaps(one, y[None])
         reference = largest_valid(z, valid[None])
         z = scaled_about(z, reference, one.beta.astype(z.dtype), valid[None])[0]
@@ -518,7 +523,7 @@ def _softmax_of(model: Model, y: Array, fetched: Any, valid: Array, update: bool
     return jax.vmap(row)(y, model.per_query, memories, values, valid)
 
 
-def _largest(driver: Any, model: Model, y: Array, k: int) -> tuple[Array, Array]:
+def _largest(driver: Any, model: QueryModel, y: Array, k: int) -> tuple[Array, Array]:
     """The `k` largest overlaps of each query and their indices `(Q, k)`.
 
     Of equal overlaps the lower index comes first.
@@ -544,7 +549,7 @@ def _merge(model, y, extra, carry, tile: Tile, update):
 
 
 @jax.jit
-def _top_weights(model: Model, z: Array, threshold: Threshold) -> Array:
+def _top_weights(model: QueryModel, z: Array, threshold: Threshold) -> Array:
     """Weights of the largest overlaps, in falling order; zero after `TopK`'s `k`."""
     p = weights_of(model, z, threshold)
     if isinstance(model.separation, TopK):
@@ -552,7 +557,7 @@ def _top_weights(model: Model, z: Array, threshold: Threshold) -> Array:
     return p
 
 
-def weights_of(model: Model, z: Array, threshold: Threshold) -> Array:
+def weights_of(model: QueryModel, z: Array, threshold: Threshold) -> Array:
     """Weights `(Q, T)` of overlaps at the threshold of their query."""
     separation, (reference, shift) = model.separation, threshold
     if isinstance(separation, Polynomial):

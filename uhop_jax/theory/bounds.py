@@ -19,8 +19,8 @@ from uhop_jax._checks import (
     wider_dtype,
     working_dtype,
 )
-from uhop_jax.kernels import Kernel, LinearKernel, LowRankKernel
-from uhop_jax.separation import Separation
+from uhop_jax.kernels import LinearKernel, LowRankKernel
+from uhop_jax.model import Model, check_model
 from uhop_jax.similarity import (
     Dot,
     NegativeSquaredL2,
@@ -208,11 +208,9 @@ def weight_error_bound(
 
 
 def exact_retrieval_slack(
+    model: Model,
     memories: Float[Array, "M d"],
     *,
-    beta: ArrayLike,
-    separation: Separation,
-    similarity: Similarity = Dot(),
     distance: ArrayLike = 0.0,
 ) -> Float[Array, " M"]:
     r"""Slack of each memory in the condition of exact retrieval [thm:exact].
@@ -234,23 +232,22 @@ def exact_retrieval_slack(
     fixed point of every update.
 
     Args:
+      model: the model, whose separation has the `margin` that is used. The margin of
+        `TopK(1)` is zero and must be exceeded: a tie goes to the lower index.
       memories: stored patterns.
-      beta: inverse temperature, positive.
-      separation: separation whose `margin` is used. The margin of `TopK(1)` is zero and
-        must be exceeded: a tie goes to the lower index.
-      similarity: overlap of states with memories.
       distance: as in `pattern_separation`.
 
     Returns:
       One slack for each memory.
 
     Raises:
-      ValueError: if the one-hot weights of `separation` do not follow from a margin
+      ValueError: if the one-hot weights of the separation do not follow from a margin
         (`Polynomial`), an argument is out of range, or shapes do not fit.
     """
-    margin = margin_of(separation)
-    lead = pattern_separation(memories, similarity=similarity, distance=distance)
-    beta = as_scalar("beta", beta, lead.dtype)
+    check_model(model)
+    margin = margin_of(model.separation)
+    lead = pattern_separation(memories, similarity=model.similarity, distance=distance)
+    beta = as_scalar("beta", model.beta, lead.dtype)
     return lead - jnp.asarray(margin).astype(lead.dtype) / beta
 
 
@@ -267,9 +264,7 @@ class ExactDistance(NamedTuple):
     necessary: Float[Array, ""]
 
 
-def exact_retrieval_distance(
-    kernel: Kernel | None, *, beta: ArrayLike, separation: Separation
-) -> ExactDistance:
+def exact_retrieval_distance(model: Model) -> ExactDistance:
     r"""Distance of patterns at which `Dot` retrieves them exactly [coro:exact_coro].
 
     The condition is :math:`\min_{\nu \neq \mu} \|\xi_\mu - \xi_\nu\| \ge \sqrt{2 / (L^2
@@ -287,16 +282,22 @@ def exact_retrieval_distance(
     never retrieved exactly.
 
     Args:
-      kernel: a `LinearKernel`, `LowRankKernel` or `Centering`; None is the identity.
-      beta: inverse temperature, positive.
-      separation: separation whose `margin` is used.
+      model: a model with similarity `Dot`, whose kernel is a `LinearKernel`, a
+        `LowRankKernel`, a `Centering` or None.
 
     Returns:
       `ExactDistance`; `sufficient` is infinite for a kernel with a null direction.
 
     Raises:
-      ValueError: if the kernel is not linear, or as in `exact_retrieval_slack`.
+      ValueError: if the similarity is not `Dot` or the kernel is not linear, or as in
+        `exact_retrieval_slack`.
     """
+    check_model(model)
+    kernel = model.similarity.kernel
+    if not isinstance(model.similarity, Dot):
+        raise ValueError(
+            f"similarity must be Dot, got {type(model.similarity).__name__}"
+        )
     check_linear(kernel)
     lower = upper = jnp.ones((), jnp.result_type(float))
     if isinstance(kernel, (LinearKernel, LowRankKernel)):
@@ -305,8 +306,8 @@ def exact_retrieval_distance(
         lower = values[-1] if weights.shape[0] >= weights.shape[1] else values[-1] * 0
         lower = jnp.where(active.all(), lower, 0.0)
         upper = values[0]
-    beta = as_scalar("beta", beta, lower.dtype)
-    margin = jnp.asarray(margin_of(separation)).astype(lower.dtype)
+    beta = as_scalar("beta", model.beta, lower.dtype)
+    margin = jnp.asarray(margin_of(model.separation)).astype(lower.dtype)
     need = jnp.sqrt(jnp.where(margin == 0, 1.0, 2 * margin / beta))
     need = jnp.where(margin == 0, 0.0, need)  # keeps the derivative in beta finite
     return ExactDistance(*(divide(need, constant) for constant in (lower, upper)))
@@ -420,7 +421,7 @@ def representation(
     dtype = working_dtype(jnp.zeros((), wider_dtype(features, target)))
     features, target = features.astype(dtype), target.astype(dtype)
     check_finite("features", features)
-    check_positive("target", target)
+    check_positive("target", target if is_traced(target) else np.asarray(target))
     beta = as_scalar("beta", beta, dtype)
     check_positive("scale", scale, dtype)
     scale = broadcast_rows("scale", jnp.asarray(scale).astype(dtype), (count,))

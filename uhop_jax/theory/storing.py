@@ -22,13 +22,9 @@ from uhop_jax._checks import (
     check_on_host,
     working_dtype,
 )
+from uhop_jax.model import Model, check_model
 from uhop_jax.retrieval import converge
-from uhop_jax.separation import Separation, Softmax
-from uhop_jax.similarity import (
-    Cosine,
-    Dot,
-    Similarity,
-)
+from uhop_jax.similarity import Cosine
 from uhop_jax.theory._geometry import (
     check_linear,
     checked_memories,
@@ -55,11 +51,9 @@ class Stored(NamedTuple):
 
 def stored(
     key: Array,
+    model: Model,
     memories: Float[Array, "M d"],
     *,
-    beta: ArrayLike,
-    separation: Separation = Softmax(),
-    similarity: Similarity = Dot(),
     samples: int = 32,
     max_steps: int = 256,
     tolerance: float = 1e-3,
@@ -80,10 +74,8 @@ def stored(
 
     Args:
       key: random key.
+      model: the memory model, with a linear kernel or none.
       memories: stored patterns.
-      beta: inverse temperature, positive.
-      separation: maps scaled overlaps to weights over the memories.
-      similarity: overlap of states with memories, with a linear kernel or none.
       samples: number of points in each ball, at least 1.
       max_steps: cap on the updates of a point; points that reach it do not count.
       tolerance: largest distance, relative to the radius, of two limits that count as
@@ -95,9 +87,7 @@ def stored(
     Raises:
       ValueError: if an argument is out of range, or shapes do not fit.
     """
-    memories, run = _storage_test(
-        key, memories, beta, separation, similarity, samples, max_steps, tolerance
-    )
+    memories, run = _storage_test(key, model, memories, samples, max_steps, tolerance)
     return run(jnp.ones(memories.shape[0], jnp.bool_))
 
 
@@ -118,12 +108,10 @@ class Capacity(NamedTuple):
 
 def capacity(
     key: Array,
+    model: Model,
     patterns: Float[Array, "N d"],
     *,
     sizes: Sequence[int],
-    beta: ArrayLike,
-    separation: Separation = Softmax(),
-    similarity: Similarity = Dot(),
     samples: int = 32,
     max_steps: int = 256,
     tolerance: float = 1e-3,
@@ -135,11 +123,9 @@ def capacity(
 
     Args:
       key: random key; every size samples with the same key.
+      model: as in `stored`.
       patterns: patterns to store, in the order in which they are added.
       sizes: numbers of memories to try, each from 2 to `N`.
-      beta: as in `stored`.
-      separation: as in `stored`.
-      similarity: as in `stored`.
       samples: as in `stored`.
       max_steps: as in `stored`.
       tolerance: as in `stored`.
@@ -150,10 +136,8 @@ def capacity(
     Raises:
       ValueError: if an argument is out of range or traced, or shapes do not fit.
     """
-    check_on_host("capacity", key, patterns, beta, separation, similarity, tolerance)
-    patterns, run = _storage_test(
-        key, patterns, beta, separation, similarity, samples, max_steps, tolerance
-    )
+    check_on_host("capacity", key, model, patterns, tolerance)
+    patterns, run = _storage_test(key, model, patterns, samples, max_steps, tolerance)
     sizes = as_counts("sizes", sizes, 2, patterns.shape[0])
     if not sizes:
         raise ValueError("sizes must name at least one number of memories, got none")
@@ -199,38 +183,33 @@ def spherical_code_bounds(size: int, dimension: int) -> tuple[float, float]:
     return squared / 2, min(2 * squared, 1.0)
 
 
-def _storage_test(
-    key, memories, beta, separation, similarity, samples, max_steps, tolerance
-):
+def _storage_test(key, model, memories, samples, max_steps, tolerance):
     """The checked memories, and a function that tests the memories of a mask."""
     check_key(key)
-    memories = checked_memories(memories, similarity, features=True)
-    check_linear(similarity.kernel)
-    beta = as_scalar("beta", beta, memories.dtype)
+    check_model(model)
+    memories = checked_memories(memories, model.similarity, features=True)
+    check_linear(model.similarity.kernel)
+    beta = as_scalar("beta", model.beta, memories.dtype)
+    model = dataclasses.replace(model, beta=beta)
     check_count("samples", samples, 1)
     check_count("max_steps", max_steps, 1)
     tolerance = as_scalar("tolerance", tolerance, memories.dtype)
-    image = image_of(similarity.kernel)
+    image = image_of(model.similarity.kernel)
 
     def run(mask: Array) -> Stored:
-        return _stored(
-            key, memories, mask, image, beta, separation, similarity, tolerance,
-            samples=samples, max_steps=max_steps,
-        )  # fmt: skip
+        return _stored(key, model, memories, mask, image, tolerance, samples, max_steps)
 
     return memories, run
 
 
 @functools.partial(jax.jit, static_argnames=("samples", "max_steps"))
-def _stored(
-    key, memories, mask, image, beta, separation, similarity, tolerance, *, samples,
-    max_steps,
-) -> Stored:  # fmt: skip
+def _stored(key, model, memories, mask, image, tolerance, samples, max_steps) -> Stored:
     """`stored` for the memories of a mask, with checked arguments."""
-    keys, _, _, radius = geometry_of(memories, similarity, mask)
+    keys, _, _, radius = geometry_of(memories, model.similarity, mask)
     # The dynamics run on features, which need no kernel.
-    on_features = dataclasses.replace(similarity, kernel=None)
-    on_sphere = isinstance(similarity, Cosine)
+    bare = dataclasses.replace(model.similarity, kernel=None)
+    on_features = dataclasses.replace(model, similarity=bare)
+    on_sphere = isinstance(bare, Cosine)
 
     def balls(rows: Array) -> Array:
         """Which points of the balls of a few memories count, `(rows, samples)`."""
@@ -241,11 +220,9 @@ def _stored(
             )
         )(row_keys[rows], centres)
         end = converge(
+            on_features,
             keys,
             jnp.concatenate([centres[:, None], points], axis=1),
-            beta=beta,
-            separation=separation,
-            similarity=on_features,
             max_steps=max_steps,
             mask=mask,
         )
