@@ -52,7 +52,14 @@ FAIR_ALONE = {
 
 
 # Modules of separations that a study of softmax alone does not call.
-ENTMAX_ALONE = {"uhop_jax._entmax": "entmax and sparsemax"}
+ENTMAX_ALONE = {
+    "uhop_jax.separation._entmax": "entmax and sparsemax",
+    "uhop_jax.separation._root": "entmax and sparsemax",
+    "uhop_jax.separation._steep": "entmax of a large alpha",
+    "uhop_jax.separation.entmax": "entmax and sparsemax",
+    "uhop_jax.separation.polynomial": "dense associative memory",
+    "uhop_jax.separation.top_k": "nearest memories",
+}
 LEFT_OUT = {"retrieval, one beta": FAIR_ALONE, "vision, softmax": ENTMAX_ALONE}
 
 

@@ -34,14 +34,12 @@ from uhop_jax import (
 from uhop_jax.calibration import (
     FINALISTS,
     NEGLIGIBLE,
-    beta_grid,
-    corrupted_copies,
     default_candidates,
-    sweep_errors,
     two_sided_centering,
 )
 from uhop_jax.data import images
 from uhop_jax.experiments.corruptions import FoldedNoise
+from uhop_jax.trials import beta_grid, corrupted_copies, sweep_errors
 
 KEY = jax.random.key(0)
 MEMORIES = jnp.asarray(images("digits").patterns[:64])

@@ -175,7 +175,7 @@ CASES = [
     ),
     (
         lambda: uj.separation_from_name("entmax", alfa=2),
-        "unknown parameter 'alfa' of entmax, which has alpha, power",
+        "unknown parameter 'alfa' of entmax, which has alpha, cases",
     ),
     (
         lambda: uj.separation_from_name("softmax", alpha=2),

@@ -16,6 +16,7 @@ from jax.test_util import check_grads
 
 from uhop_jax import (
     Entmax,
+    Entmax15,
     Polynomial,
     Softmax,
     Softmax1,
@@ -25,7 +26,7 @@ from uhop_jax import (
     separation_from_name,
 )
 from uhop_jax.separation import SEPARATIONS as REGISTERED
-from uhop_jax.separation import Power
+from uhop_jax.separation.entmax import fastest_entmax
 
 ALPHAS = (1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
 SEPARATIONS = [
@@ -198,16 +199,17 @@ def test_conjugate_is_convex(sep):
     assert (between <= chord + 1e-12).all()
 
 
-def test_a_power_known_in_advance():
-    """A known power compiles one branch of three; the general branch is right too."""
+def test_an_alpha_known_in_advance():
+    """A known `alpha` compiles one case of three; the general case is right too."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)))
-    for alpha, power in ((1.3, Power.GENERAL), (1.5, Power.SQUARE), (2, Power.LINEAR)):
-        assert Power.of(np.full(2, alpha)) is power
-        for known in (power, Power.GENERAL):
-            assert_close(Entmax(alpha, known)(z), Entmax(alpha)(z))
-    assert Power.of(np.asarray([1.5, 2.0])) is Power.GENERAL
-    text = jax.jit(Entmax(1.5, Power.SQUARE)).lower(z).as_text()
-    assert "stablehlo.case" not in text
+    for alpha, kind in ((1.3, Entmax), (1.5, Entmax15), (2, Sparsemax)):
+        known = fastest_entmax(np.full(3, alpha))
+        assert type(known) is kind
+        for sep in (known, Entmax(alpha, cases=False)):
+            assert_close(sep(z), Entmax(alpha)(z))
+    assert fastest_entmax(np.asarray([1.5, 2.0])).cases is False
+    for sep in (Entmax15(), Sparsemax()):
+        assert "stablehlo.case" not in jax.jit(sep).lower(z).as_text()
     assert "stablehlo.case" in jax.jit(Entmax(1.5)).lower(z).as_text()
 
 
@@ -236,15 +238,15 @@ def test_derivative_in_alpha(function, alpha):
     assert_close(jax.jacfwd(f)(alpha), expected, floor=1e-5)
 
 
-@pytest.mark.parametrize("power", [None, Power.GENERAL], ids=str)
+@pytest.mark.parametrize("cases", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0])
-def test_second_derivatives(alpha, power):
+def test_second_derivatives(alpha, cases):
     """Second derivatives are differences of first ones, for every branch of `alpha`."""
     z, cotangent = normal(2, 5, seed=3)
     h = 1e-4
 
     def total(function, alpha, z):
-        result = function(Entmax(alpha, power), z)
+        result = function(Entmax(alpha, cases=cases), z)
         return (cotangent * result).sum() if result.ndim else result
 
     for function in (weights, conjugate):
@@ -640,7 +642,7 @@ def test_alpha_out_of_range(alpha):
         (
             lambda: separation_from_name("sparsmax"),
             "unknown separation 'sparsmax'; choose one of softmax, softmax1, entmax, "
-            "sparsemax, polynomial, topk",
+            "entmax15, sparsemax, polynomial, topk",
         ),
     ],
 )

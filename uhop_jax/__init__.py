@@ -32,6 +32,7 @@ from uhop_jax.retrieval import (
 )
 from uhop_jax.separation import (
     Entmax,
+    Entmax15,
     Polynomial,
     Separation,
     Softmax,
@@ -69,6 +70,7 @@ __all__ = [
     "Cosine",
     "Dot",
     "Entmax",
+    "Entmax15",
     "Kernel",
     "LikelihoodKernel",
     "LinearKernel",

@@ -15,13 +15,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from uhop_jax._products import weigh
-from uhop_jax.calibration import (
-    beta_grid,
-    corrupted_copies,
-    overlaps_of,
-    sweep_errors,
-    with_one_of,
-)
 from uhop_jax.corruption import Corruption, posterior
 from uhop_jax.experiments.methods import Method
 from uhop_jax.kernels import Kernel
@@ -29,6 +22,13 @@ from uhop_jax.losses import Loss, delta_min_of_gram, loss_of_gram
 from uhop_jax.model import Model
 from uhop_jax.separation import Separation
 from uhop_jax.similarity import Dot, Similarity
+from uhop_jax.trials import (
+    beta_grid,
+    corrupted_copies,
+    overlaps_of,
+    sweep_errors,
+    with_one_of,
+)
 
 EXACT = 0.01  # a pattern is recalled exactly if no component is further off
 

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from uhop_jax._entmax import Power
 from uhop_jax.calibration import two_sided_centering
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import Centering, Kernel, LikelihoodKernel
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.separation import (
-    Entmax,
+    Entmax15,
     Polynomial,
     Separation,
     Softmax,
@@ -92,7 +91,6 @@ class Powers(Separation):
       degree: the exponent `n`.
     """
 
-    has_conjugate: ClassVar[bool] = False
     normalized: ClassVar[bool] = False
 
     degree: int = dataclasses.field(default=10, metadata={"static": True})
@@ -104,7 +102,7 @@ class Powers(Separation):
 FAIR = (
     Method("MHM", Dot, Softmax()),
     Method("Sparse MHM", Dot, Sparsemax()),
-    Method("entmax 1.5", Dot, Entmax(1.5, power=Power.SQUARE)),
+    Method("entmax 1.5", Dot, Entmax15()),
     Method("DAM 10", Dot, Polynomial(10)),
     Method("l2", NegativeL2, Softmax()),
     Method("squared l2", NegativeSquaredL2, Softmax(), group=OTHER),

@@ -30,11 +30,11 @@ from uhop_jax.model import Model
 from uhop_jax.retrieval import converge, energy, retrieve
 from uhop_jax.separation import (
     Entmax,
-    Power,
     Separation,
     bounded_alpha,
     separation_from_name,
 )
+from uhop_jax.separation.entmax import fastest_entmax
 
 VALUES = ("keys", "direct")
 MAX_STEPS = 64  # cap on the updates of a state that has not converged
@@ -212,8 +212,9 @@ class Hopfield(nnx.Module):
             alpha = self._per_head("alpha", separation.alpha)
             raw = _unbounded(alpha).astype(param_dtype) if learn_alpha else None
             self.alpha = _static(alpha) if raw is None else nnx.Param(raw)
-            power = Power.GENERAL if learn_alpha else Power.of(alpha)
-            separation = Entmax(power=power)
+            separation = Entmax(cases=False)
+            if not learn_alpha and not isinstance(fastest_entmax(alpha), Entmax):
+                self.alpha, separation = None, fastest_entmax(alpha)
         else:
             self.alpha = None
         self.separation = separation
@@ -506,7 +507,7 @@ class Hopfield(nnx.Module):
         """Retrieval of each head; arrays have an axis of heads before and after."""
 
         def one_head(query, keys, read, beta, alpha, where) -> Association:
-            separation = self.separation
+            separation: Any = self.separation
             if isinstance(separation, Entmax):
                 separation = dataclasses.replace(separation, alpha=alpha)
             model = Model(separation=separation, beta=beta)

@@ -1,6 +1,6 @@
 r"""Retrieval from more memories than fit on the device, a block at a time.
 
-The weight of a memory, under every separation here, depends on the memory's own overlap
+The weight of a memory, under the separations here, depends on the memory's own overlap
 and on one number of the query: :math:`p_\mu = f(z_\mu, \theta)`. For softmax the number
 is the log-normaliser, for sparsemax the threshold. Memories can therefore pass in
 blocks of any size, and only the overlaps of one tile are in memory at a time.
@@ -16,10 +16,12 @@ blocks of any size, and only the overlaps of one tile are in memory at a time.
   the lowest overlap of the support and its weight, about ten passes, or forty to
   seventy if many memories are in a support.
 - `TopK`: one pass keeps the `k` largest overlaps; their patterns are then fetched.
+- Any other separation: all overlaps of a block of queries are in memory at once.
 
-Each algorithm is written once, in `_passes.average`, and two drivers run it. `_device`
-is a compiled loop over an array. `_host` reads blocks from a file or an iterator, and
-transfers the next block while the device works.
+The `form` of a separation chooses the algorithm. Each algorithm is written once, in
+`_passes.average`, and two drivers run it. `_device` is a compiled loop over an array.
+`_host` reads blocks from a file or an iterator, and transfers the next block while the
+device works.
 """
 
 import functools
@@ -43,7 +45,8 @@ from uhop_jax.retrieval import check_iterable
 from uhop_jax.similarity import check_observed, check_patterns
 from uhop_jax.streaming._device import ArraySource
 from uhop_jax.streaming._host import HostSource
-from uhop_jax.streaming._passes import Plan, QueryModel, check_numbers
+from uhop_jax.streaming._passes import check_numbers
+from uhop_jax.streaming._tiles import Plan, QueryModel
 
 __all__ = ["Streamed", "retrieve_streamed"]
 

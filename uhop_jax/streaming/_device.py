@@ -13,22 +13,10 @@ from jaxtyping import Array
 from uhop_jax._checks import as_floating
 from uhop_jax._products import weigh
 from uhop_jax._pytree import varying_alike
-from uhop_jax.separation import (
-    Entmax,
-    Sparsemax,
-    TopK,
-)
-from uhop_jax.streaming._passes import (
-    GROUPS,
-    Plan,
-    QueryModel,
-    Threshold,
-    Tile,
-    average,
-    check_values,
-    run_queries,
-    weights_of,
-)
+from uhop_jax.separation.forms import Largest, Root, Whole
+from uhop_jax.streaming._passes import average, check_values, run_queries, weights_of
+from uhop_jax.streaming._supports import GROUPS
+from uhop_jax.streaming._tiles import Plan, QueryModel, Tile
 
 
 class ArraySource(NamedTuple):
@@ -132,14 +120,32 @@ class _OnDevice:
             step, plan.tile, plan.dtype, arguments, stored, update, self.count
         )
 
-    def average(
-        self, model: QueryModel, y: Array, update: bool
-    ) -> tuple[Array, Threshold]:
+    def average(self, model: QueryModel, y: Array, update: bool) -> tuple[Array, Any]:
         """Weighted average `(Q, v)`, with derivatives, and the threshold."""
-        if isinstance(model.separation, TopK):
+        if isinstance(model.separation.form, Largest | Whole):
             return average(self, model, y, update)
         out, threshold = _differentiable(self.plan, update, model, y, self.stored)
         return out, lax.stop_gradient(threshold)
+
+    def overlaps(self, model: QueryModel, y: Array) -> Array:
+        """All overlaps `(Q, M)`, with derivatives."""
+        return self._whole().overlaps(model, y)[1]
+
+    def weighted(
+        self, weights: Array, model: QueryModel, y: Array, update: bool
+    ) -> Array:
+        """The average `(Q, v)` under given weights `(Q, M)`, with derivatives."""
+        tile = self._whole()
+        keys = model.similarity.keys(tile.memories)
+        return weigh(weights, tile.averaged(keys, update)).astype(y.dtype)
+
+    def _whole(self) -> Tile:
+        """All memories as one tile."""
+        memories, values = without_masked(self.stored)
+        memories, values = jax.tree.map(
+            lambda x: x.astype(self.plan.dtype), (memories, values)
+        )
+        return Tile(memories, values, self.stored.mask, jnp.zeros((), jnp.int32))
 
     def take(self, index: Array) -> tuple[Array, Array | None]:
         """Memories and values at `index (Q, k)`."""
@@ -147,6 +153,17 @@ class _OnDevice:
         return jax.tree.map(
             lambda x: x.astype(self.plan.dtype), (stored.memories, stored.values)
         )
+
+
+def without_masked(stored: ArraySource) -> tuple[Array, Array | None]:
+    """Memories and values, zero where masked: a masked memory may be NaN."""
+
+    def cleared(x: Array) -> Array:
+        if stored.mask is None:
+            return x
+        return jnp.where(stored.mask[:, None], x, jnp.zeros((), x.dtype))
+
+    return jax.tree.map(cleared, (stored.memories, stored.values))
 
 
 def fold_tiles(
@@ -166,11 +183,8 @@ def fold_tiles(
         def cut(x: Array) -> Array:
             return lax.dynamic_slice_in_dim(x, start, size)
 
-        memories, values, mask = jax.tree.map(cut, stored)
-        if mask is not None:  # a masked memory may be NaN
-            memories = jnp.where(mask[:, None], memories, jnp.zeros((), memories.dtype))
-            if values is not None:
-                values = jnp.where(mask[:, None], values, jnp.zeros((), values.dtype))
+        part = jax.tree.map(cut, stored)
+        (memories, values), mask = without_masked(part), part.mask
         if inside is not None:
             mask = inside if mask is None else mask & inside
         memories, values = jax.tree.map(lambda x: x.astype(dtype), (memories, values))
@@ -212,7 +226,7 @@ def _backward(plan, update, residuals, cotangents):
     residuals, g = _differentiated_once((residuals, cotangents[0]))
     model, y, stored, out, threshold = residuals
     driver = _OnDevice(plan, stored)
-    if isinstance(model.separation, Sparsemax | Entmax):
+    if isinstance(model.separation.form, Root):
         zero = jnp.zeros_like(threshold.shift)
         a, b = driver.fold(_slopes, model, y, (threshold, g), (zero, zero), update)
         share = -a / jnp.where(b == 0, 1.0, b)

@@ -20,18 +20,16 @@ from uhop_jax._checks import (
 from uhop_jax._files import mapped_array
 from uhop_jax.streaming._device import ArraySource, fold_tiles
 from uhop_jax.streaming._passes import (
-    GROUPS,
-    Plan,
-    QueryModel,
-    Threshold,
-    Tile,
     average,
     check_numbers,
     check_values,
+    collect,
     online,
     run_queries,
-    weigh_tile,
+    weigh_given,
 )
+from uhop_jax.streaming._supports import GROUPS, weigh_tile
+from uhop_jax.streaming._tiles import Plan, QueryModel, Tile
 
 BLOCK_BYTES = 2**23  # bytes of memories in a block, by default
 Blocks = Callable[[], Iterable[Any]]
@@ -236,9 +234,7 @@ class _OnHost:
             return y.shape[-1]
         return (self.source.values or self.source.memories).sample.shape[-1]
 
-    def average(
-        self, model: QueryModel, y: Array, update: bool
-    ) -> tuple[Array, Threshold]:
+    def average(self, model: QueryModel, y: Array, update: bool) -> tuple[Array, Any]:
         return average(self, model, y, update)
 
     @staticmethod
@@ -257,7 +253,7 @@ class _OnHost:
             if len(active) < len(y):
                 return self._fold_some(step, model, y, extra, carry, update, active)
         start, run = 0, _compiled()
-        with_values = step in (online, weigh_tile) and not update
+        with_values = step in (online, weigh_tile, weigh_given) and not update
         for memories, values, count in self._placed(with_values):
             arguments = model, y, extra, carry
             place = np.int32(start), np.int32(count)
@@ -277,6 +273,23 @@ class _OnHost:
         return jax.tree.map(
             lambda whole, new: whole.at[active].set(new[: len(active)]), carry, result
         )
+
+    def overlaps(self, model: QueryModel, y: Array) -> Array:
+        if self.count is None:
+            self.count = sum(
+                count for _, count in self.source.memories.blocks(self.size)
+            )
+        shape = y.shape[0], self.count + self.size  # room for the padding of a block
+        start = jnp.full(shape, -jnp.inf, y.dtype)
+        z = self.fold(collect, model, y, (), start, False)
+        return z[:, : self.count]
+
+    def weighted(
+        self, weights: Array, model: QueryModel, y: Array, update: bool
+    ) -> Array:
+        padded = jnp.pad(weights, ((0, 0), (0, self.size)))
+        out = jnp.zeros((y.shape[0], self.width(y, update)), y.dtype)
+        return self.fold(weigh_given, model, y, padded, out, update)
 
     def take(self, index: Array) -> tuple[Array, Array | None]:
         source = self.source

@@ -11,129 +11,32 @@ memories:
 read-out, which averages values.
 """
 
-import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from uhop_jax import _entmax
 from uhop_jax._checks import check_count, working_dtype
-from uhop_jax._entmax import (
-    Power,
-    exp_and_slope,
-    run_time_power,
-    steep_weights_at,
-    switch,
-    weights_at,
-)
 from uhop_jax._products import weigh
-from uhop_jax.model import Model
-from uhop_jax.separation import (
-    Entmax,
-    Polynomial,
-    Separation,
-    Softmax,
-    Softmax1,
-    Sparsemax,
-    TopK,
-    largest_valid,
+from uhop_jax.separation import Separation, Softmax
+from uhop_jax.separation._entmax import steep_weights_at, weights_at
+from uhop_jax.separation._root import Power, switch
+from uhop_jax.separation.base import largest_valid, scaled_about
+from uhop_jax.separation.forms import (
+    Exponential,
+    Largest,
+    Powers,
+    Root,
+    Whole,
     rectified_power,
-    scaled_about,
-    valid_alpha,
 )
 from uhop_jax.similarity import Similarity
-
-GROUPS = 512  # groups of memories, whose two largest overlaps bound a threshold
-
-
-class Plan(NamedTuple):
-    """Static options of a retrieval.
-
-    Attributes:
-      steps: number of updates.
-      top: number of largest weights to report.
-      tile: memories in a tile.
-      queries: queries in a block.
-      block: memories in a block of the host, or None.
-      dtype: dtype of the result.
-    """
-
-    steps: int
-    top: int
-    tile: int
-    queries: int
-    block: int | None
-    dtype: Any
-
-
-class QueryModel(Model):
-    """A model with parameters `(Q,)`, one for each query of a block.
-
-    Attributes:
-      beta: `(Q,)`.
-      observed: `(Q, d)`, true for known components of the queries, or None.
-    """
-
-    beta: Array = dataclasses.field(kw_only=True)
-    observed: Array | None = None
-
-    @property
-    def per_query(self) -> tuple[Separation, Array, Array | None]:
-        """Separation, beta and observed, which have a row for each query."""
-        return self.separation, self.beta, self.observed
-
-    def with_rows(self, per_query: tuple[Separation, Array, Any]) -> "QueryModel":
-        """The model with other queries' separation, beta and observed."""
-        separation, beta, observed = per_query
-        return QueryModel(self.similarity, separation, observed, beta=beta)
-
-    def take(self, index: Any) -> "QueryModel":
-        """The model of the queries at `index`."""
-        return self.with_rows(jax.tree.map(lambda x: x[index], self.per_query))
-
-
-class Threshold(NamedTuple):
-    """The threshold of each query, in two parts `(Q,)`.
-
-    The weight of an overlap `z` is a function of `beta (z - reference) - shift`. For an
-    entmax of `alpha > 2`, `reference` is the lowest overlap of the support, and `shift`
-    its weight.
-
-    The sum `beta reference + shift` would not do: `beta reference` can be infinite, or
-    so large that `shift` is lost in rounding.
-    """
-
-    reference: Array
-    shift: Array
-
-
-class Tile(NamedTuple):
-    """Consecutive memories `(T, d)`, the first with index `start`.
-
-    Values `(T, v)` and the mask `(T,)` may be None.
-    """
-
-    memories: Array
-    values: Array | None
-    mask: Array | None
-    start: Array
-
-    def overlaps(self, model: QueryModel, y: Array) -> tuple[Array, Array]:
-        """Keys, and overlaps `(Q, T)`, `-inf` where masked."""
-        keys = model.similarity.keys(self.memories)
-        z = model.overlaps(keys, y, model.observed)
-        return keys, z if self.mask is None else jnp.where(self.mask[None], z, -jnp.inf)
-
-    def averaged(self, keys: Array, update: bool) -> Array:
-        """The patterns to average: keys in an update, else values or memories."""
-        if update:
-            return keys
-        return self.memories if self.values is None else self.values
+from uhop_jax.streaming._supports import entmax_sums, exponent, relative, steep_relative
+from uhop_jax.streaming._tiles import Plan, QueryModel, Threshold, Tile
 
 
 def run_queries(
@@ -152,7 +55,9 @@ def run_queries(
     state, threshold = driver.average(model, y, False)
     shape = y.shape[0], plan.top
     weights, index = jnp.zeros(shape, y.dtype), jnp.zeros(shape, jnp.int32)
-    if plan.top:
+    if plan.top and isinstance(model.separation.form, Whole):
+        weights, index = lax.top_k(threshold, plan.top)
+    elif plan.top:
         overlaps, index = _largest(driver, model, y, plan.top)
         weights = _top_weights(model, overlaps, threshold)
     return state.astype(plan.dtype), weights.astype(plan.dtype), index
@@ -167,28 +72,35 @@ def _next_state(similarity: Similarity, mean: Array) -> Array:
 
 def average(
     driver: Any, model: QueryModel, y: Array, update: bool
-) -> tuple[Array, Threshold]:
-    """Weighted average `(Q, v)` of keys or values, and the threshold of each query."""
-    separation = model.separation
-    if isinstance(separation, TopK):
+) -> tuple[Array, Any]:
+    """Weighted average `(Q, v)` of keys or values, and the threshold of each query.
+
+    The form `Whole` has no threshold, and gives all weights `(Q, M)` in its place.
+    """
+    form = model.separation.form
+    if isinstance(form, Largest):
         return _average_of_largest(driver, model, y, update)
+    if isinstance(form, Whole):
+        return _average_of_all(driver, model, y, update)
     zero = jnp.full_like(y, 0, shape=y.shape[:1])
     out = jnp.full_like(y, 0, shape=(y.shape[0], driver.width(y, update)))
-    if isinstance(separation, Sparsemax | Entmax):
-        out, total, threshold = _entmax_sums(driver, model, y, (out, zero), update)
+    if isinstance(form, Root):
+        out, total, threshold = entmax_sums(driver, model, y, (out, zero), update)
         return out / _safe(total)[:, None], threshold
-    top = zero if isinstance(separation, Softmax1 | Polynomial) else zero - jnp.inf
-    total = zero + 1 if isinstance(separation, Softmax1) else zero
+    null = isinstance(form, Exponential) and form.null
+    top = zero if null or isinstance(form, Powers) else zero - jnp.inf
+    total = zero + 1 if null else zero
     out, total, top = driver.fold(online, model, y, (), (out, total, top), update)
-    return _finished(separation, out, total, top)
+    return _finished(model.separation, out, total, top)
 
 
 @jax.jit
 def _finished(separation: Separation, out: Array, total: Array, top: Array):
     """Normalised average, and the threshold, from sums relative to `top`."""
     safe = _safe(total)
-    if isinstance(separation, Polynomial):
-        reference, shift = top * safe ** (1 / separation.degree), jnp.zeros_like(top)
+    if isinstance(separation.form, Powers):
+        degree = separation.form.degree
+        reference, shift = top * safe ** (1 / degree), jnp.zeros_like(top)
     else:
         reference, shift = jnp.where(top == -jnp.inf, 0.0, top), jnp.log(safe)
     return out / safe[:, None], Threshold(reference, shift)
@@ -208,10 +120,11 @@ def online(
     largest.
     """
     out, total, top = carry
-    if isinstance(model.separation, Polynomial):
+    form = model.separation.form
+    if isinstance(form, Powers):
         keys, z = tile.overlaps(model, y)
         new = jnp.maximum(top, z.max(-1))
-        degree = model.separation.degree
+        degree = form.degree
         e = rectified_power(z, new[:, None], degree)
         scale = rectified_power(top, new, degree)
         part = weigh(e, tile.averaged(keys, update)).astype(out.dtype)
@@ -264,241 +177,46 @@ def _short_exp2(x: Array) -> Array:
     return p * lax.bitcast_convert_type(power, jnp.float32)
 
 
-def _entmax_sums(
-    driver: Any, model: QueryModel, y: Array, start: tuple[Array, Array], update: bool
-) -> tuple[Array, Array, Threshold]:
-    """Sums of the averaged patterns and of the weights, and the threshold."""
-    none = jnp.full_like(y, -jnp.inf, shape=(y.shape[0], driver.groups))
-    largest = driver.fold(_two_largest, model, y, (), (none, none), False)
-    top, e, lower, likely, guess = _lower_bound(model, *largest)
-    limit = _entmax.tolerance(driver.count, y.dtype)
-    steep = e[:, 0] > 1
-    lowest, weight = driver.when(
-        jnp.any(steep),
-        lambda: _smallest_weight(driver, model, y, top, guess),
-        (top, jnp.ones_like(top)),
-    )
-
-    def threshold(root: Array) -> Threshold:
-        return Threshold(
-            jnp.where(steep, lowest, top), jnp.where(steep, weight, root[:, 0])
-        )
-
-    def weigh_at(root: Array, active: Any = None) -> tuple[Array, Array]:
-        extra = threshold(root)
-        return driver.fold(weigh_tile, model, y, extra, start, update, active)
-
-    def sums(root: Array, active: Array) -> tuple[Array, Array]:
-        zero, rows = jnp.zeros_like(top), active[:, 0]
-        carry = zero, zero
-        f, slope = driver.fold(_sums, model, y, threshold(root), carry, False, rows)
-        return f[:, None], slope[:, None]
-
-    def climb(root: Array, active: Any = True, ahead: Any = 0.0) -> Array:
-        return _entmax.find_root(
-            sums, driver.count, e, root, driver.repeat, active, ahead
-        )
-
-    # A Newton step leaves at most half the square of the error. The last step has no
-    # separate pass to check it: the pass for the weighted sum does.
-    ahead = jnp.sqrt(2 * limit)
-    root = driver.when(~likely, lambda: climb(lower, ahead=ahead), lower)
-    out, total = weigh_at(root)
-    done = steep[:, None] | (total - 1 <= limit)[:, None]
-
-    def again() -> tuple[Array, Array, Array]:
-        finer = climb(root, ~done)
-        finer_out, finer_total = weigh_at(finer, ~done[:, 0])
-        merged = jnp.where(done, out, finer_out)
-        return merged, jnp.where(done[:, 0], total, finer_total), finer
-
-    out, total, root = driver.when(jnp.any(~done), again, (out, total, root))
-    return out, total, threshold(root)
-
-
-def _smallest_weight(
-    driver: Any, model: QueryModel, y: Array, top: Array, guess: Array
-) -> tuple[Array, Array]:
-    """The lowest overlap of each support and its weight, for `alpha > 2`."""
-    e, _ = _exponent(model.separation, top)
-    zero = jnp.zeros_like(top)
-
-    def mass(t: Array, active: Array) -> Array:
-        extra, rows = t[:, 0], active[:, 0]
-        return driver.fold(_steep_mass, model, y, extra, zero, False, rows)[:, None]
-
-    lowest = _entmax.steep_support(
-        mass, top[:, None], e, driver.repeat, guess=guess[:, None]
-    )
-    least, count = driver.fold(
-        _least_of_support, model, y, lowest[:, 0], (zero + jnp.inf, zero), False
-    )
-    least = jnp.where(count > 0, least, top)
-
-    def sums(w: Array, active: Array) -> tuple[Array, Array]:
-        extra, rows = Threshold(least, w[:, 0]), active[:, 0]
-        f, slope = driver.fold(_steep_sums, model, y, extra, (zero, zero), False, rows)
-        return f[:, None], slope[:, None]
-
-    weight = _entmax.smallest_weight(
-        sums, count[:, None], driver.count, e, driver.repeat
-    )
-    return least, weight[:, 0]
+def _average_of_all(driver: Any, model: QueryModel, y: Array, update: bool):
+    """`Whole`: the average, and all weights `(Q, M)` in place of a threshold."""
+    z = driver.overlaps(model, y)
+    weights = _weights_of_rows(model.separation, z, model.beta)
+    return driver.weighted(weights, model, y, update), weights
 
 
 @jax.jit
-def _lower_bound(model: QueryModel, largest: Array, second: Array):
-    """A lower bound of the root, from the two largest overlaps of each group `(Q, G)`.
+def _weights_of_rows(separation: Separation, z: Array, beta: Array) -> Array:
+    """Weights `(Q, M)`, with parameters for each query."""
 
-    The root of a part of the entries never exceeds the root of all entries.
+    def row(separation: Separation, z: Array, beta: Array) -> Array:
+        return separation.tempered(z, beta, where=z > -jnp.inf)
 
-    Returns:
-      The maximum `(Q,)`; `alpha - 1`, `(Q, 1)`; the root `(Q, 1)`; whether the root is
-      likely the root of all entries for most queries, that is, no three entries of a
-      support share a group; and for `alpha > 2`, which has no root, a lower bound
-      `(Q,)` of the lowest overlap of the support.
-    """
-    top = largest.max(-1)
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    e, power = _exponent(model.separation, top)
-    z = jnp.concatenate([largest, second], axis=-1)
-    u = _relative(model, z, top)
-    root = _entmax.root(u, e, jnp.zeros_like(top)[:, None], power)
-    support = (1 + e * (u - root) > 0).sum(-1)
-    likely = support.astype(top.dtype) ** 3 < largest.shape[-1] ** 2
-
-    def mass(t: Array, active: Array) -> Array:
-        del active
-        x = _relative(model, z, t[:, 0])
-        return _entmax.steep_mass(x, e).sum(-1, keepdims=True)
-
-    scale = model.beta[:, None].astype(z.dtype)
-    guess = _entmax.steep_support(mass, top[:, None], e, lax.while_loop, scale)
-    return top, e, root, jnp.mean(likely | (e[:, 0] > 1)) > 0.5, guess[:, 0]
+    return jax.vmap(row)(separation, z, beta)
 
 
-def _relative(model: QueryModel, z: Array, reference: Array) -> Array:
-    """`beta (z - reference)`, exactly zero where `z` equals `reference`."""
-    return model.beta[:, None].astype(z.dtype) * (z - reference[:, None])
-
-
-def _steep_relative(model: QueryModel, z: Array, reference: Array) -> Array:
-    """`_relative`, zero where the difference is rounding.
-
-    The programs of different passes round matrix products differently. With a large
-    `alpha`, a difference of that size would give a weight to a memory outside the
-    support, or none to the lowest memory of the support.
-    """
-    difference = z - reference[:, None]
-    rounding = 8 * float(jnp.finfo(z.dtype).eps) * jnp.abs(reference)[:, None]
-    small = jnp.where(jnp.abs(difference) <= rounding, difference, 0.0)
-    difference = difference - lax.stop_gradient(small)
-    return model.beta[:, None].astype(z.dtype) * difference
-
-
-def _exponent(separation: Any, like: Array) -> tuple[Array, Any]:
-    """`alpha - 1` of each query `(Q, 1)`, and the method that takes its powers."""
-    if isinstance(separation, Sparsemax):
-        return jnp.ones_like(like)[:, None], Power.LINEAR
-    e = valid_alpha(separation.alpha)[:, None] - 1
-    power = separation.power
-    return e, run_time_power(e) if power is None else Power(power)
-
-
-def _two_largest(model, y, extra, carry, tile: Tile, update):
-    """A step: the two largest overlaps of every group.
-
-    The indices of a group's memories within a tile agree modulo the number of groups.
-    """
+def collect(model, y, extra, carry, tile: Tile, update):
+    """A step: the overlaps of a tile written to their place among all."""
     del extra, update
     _, z = tile.overlaps(model, y)
-    largest, second = carry
-    groups = largest.shape[-1]
-    missing = -z.shape[-1] % groups
-    z = jnp.pad(z, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    for part in jnp.split(z, z.shape[-1] // groups, axis=-1):
-        second = jnp.maximum(second, jnp.minimum(largest, part))
-        largest = jnp.maximum(largest, part)
-    return largest, second
+    # The last tile overlaps the tile before it, with these entries at `-inf`.
+    before = lax.dynamic_slice_in_dim(carry, tile.start, z.shape[-1], axis=1)
+    z = jnp.maximum(before, z.astype(carry.dtype))
+    return lax.dynamic_update_slice_in_dim(carry, z, tile.start, axis=1)
 
 
-def _sums(model, y, extra, carry, tile: Tile, update):
-    """A step: sums of the weights and of their slopes at a threshold."""
-    del update
-    _, z = tile.overlaps(model, y)
-    p, slope = _weights_and_slopes(model, z, extra)
-    return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
-
-
-def _steep_mass(model, y, extra, carry, tile: Tile, update):
-    """A step: sum of the weights if the overlap `extra` had weight zero."""
-    del update
-    _, z = tile.overlaps(model, y)
-    e, _ = _exponent(model.separation, carry)
-    return carry + _entmax.steep_mass(_steep_relative(model, z, extra), e).sum(-1)
-
-
-def _least_of_support(model, y, extra, carry, tile: Tile, update):
-    """A step: the least overlap of a support, and the size of the support."""
-    del update
-    _, z = tile.overlaps(model, y)
-    inside = (_steep_relative(model, z, extra) >= 0) & (z > -jnp.inf)
-    least = jnp.minimum(carry[0], jnp.where(inside, z, jnp.inf).min(-1))
-    return least, carry[1] + inside.sum(-1, dtype=z.dtype)
-
-
-def _steep_sums(model, y, extra, carry, tile: Tile, update):
-    """A step: sums of the weights and of their slopes in the smallest weight."""
-    del update
-    _, z = tile.overlaps(model, y)
-    least, weight = extra
-    e, _ = _exponent(model.separation, weight)
-    x = _steep_relative(model, z, least)
-    p, slope = _entmax.steep_sums(x, weight[:, None], e)
-    return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
-
-
-def weigh_tile(model, y, extra, carry, tile: Tile, update):
-    """A step: sums of the averaged patterns and of the weights at a threshold."""
+def weigh_given(model, y, extra, carry, tile: Tile, update):
+    """A step: the sum of the averaged patterns under the weights `extra (Q, M)`."""
     keys, z = tile.overlaps(model, y)
-    averaged = tile.averaged(keys, update)
-    p, _ = _weights_and_slopes(model, z, extra)
-    mass = p.sum(-1)
-    out = lax.cond(  # a tile without support costs no product
-        jnp.any(mass != 0),
-        lambda: carry[0] + weigh(p, averaged).astype(carry[0].dtype),
-        lambda: carry[0],
-    )
-    return out, carry[1] + mass
-
-
-def _weights_and_slopes(model: QueryModel, z: Array, threshold: Threshold):
-    """Weights at a threshold and their slopes in its shift."""
-    reference, shift = threshold.reference, threshold.shift[:, None]
-    e, power = _exponent(model.separation, reference)
-    x = _relative(model, z, reference)
-
-    def at(power: Power):
-        if power is not Power.GENERAL:
-            return exp_and_slope(x, shift, e, power)
-        steep = e > 1
-
-        def both():
-            above = _steep_relative(model, z, reference)
-            sums = _entmax.steep_sums(above, jnp.where(steep, shift, 1.0), e)
-            plain = exp_and_slope(x, shift, e, power)
-            return tuple(map(functools.partial(jnp.where, steep), sums, plain))
-
-        return lax.cond(
-            jnp.any(steep), both, lambda: tuple(exp_and_slope(x, shift, e, power))
-        )
-
-    return switch(power, at)
+    p = lax.dynamic_slice_in_dim(extra, tile.start, z.shape[-1], axis=1)
+    p = jnp.where(z > -jnp.inf, p, 0.0)
+    return carry + weigh(p, tile.averaged(keys, update)).astype(carry.dtype)
 
 
 def _average_of_largest(driver: Any, model: QueryModel, y: Array, update: bool):
     """`TopK`: softmax over the `k` largest overlaps, whose patterns are fetched."""
-    best, index = _largest(driver, model, y, model.separation.k)  # type: ignore
+    form = model.separation.form
+    assert isinstance(form, Largest)
+    best, index = _largest(driver, model, y, form.k)
     return _softmax_of(model, y, driver.take(index), best != -jnp.inf, update)
 
 
@@ -551,28 +269,29 @@ def _merge(model, y, extra, carry, tile: Tile, update):
 @jax.jit
 def _top_weights(model: QueryModel, z: Array, threshold: Threshold) -> Array:
     """Weights of the largest overlaps, in falling order; zero after `TopK`'s `k`."""
-    p = weights_of(model, z, threshold)
-    if isinstance(model.separation, TopK):
-        p = jnp.where(jnp.arange(z.shape[-1])[None] < model.separation.k, p, 0.0)
+    p, form = weights_of(model, z, threshold), model.separation.form
+    if isinstance(form, Largest):
+        p = jnp.where(jnp.arange(z.shape[-1])[None] < form.k, p, 0.0)
     return p
 
 
 def weights_of(model: QueryModel, z: Array, threshold: Threshold) -> Array:
     """Weights `(Q, T)` of overlaps at the threshold of their query."""
     separation, (reference, shift) = model.separation, threshold
-    if isinstance(separation, Polynomial):
-        return rectified_power(z, reference[:, None], separation.degree)
+    form = separation.form
+    if isinstance(form, Powers):
+        return rectified_power(z, reference[:, None], form.degree)
     # An infinite overlap would make the gradient of `beta` NaN.
     masked = z == -jnp.inf
     finite = jnp.where(masked, reference[:, None], z)
-    above = jnp.where(masked, -jnp.inf, _relative(model, finite, reference))
+    above = jnp.where(masked, -jnp.inf, relative(model, finite, reference))
     # The derivative in `beta` holds `beta reference + shift` fixed. The product below
     # is zero, and its derivative in `beta` is not.
     beta = model.beta.astype(z.dtype)
     x = above - (shift - (beta - lax.stop_gradient(beta)) * reference)[:, None]
-    if not isinstance(separation, Sparsemax | Entmax):
+    if not isinstance(form, Root):
         return jnp.exp(x)
-    e, power = _exponent(separation, reference)
+    e, power = exponent(separation, reference)
 
     def at(power: Power) -> Array:
         plain = weights_at(x, e, power)
@@ -582,7 +301,7 @@ def weights_of(model: QueryModel, z: Array, threshold: Threshold) -> Array:
         weight = jnp.where(steep, shift[:, None], 1.0)
 
         def both() -> Array:
-            above = _steep_relative(model, finite, reference)
+            above = steep_relative(model, finite, reference)
             p = steep_weights_at(jnp.where(masked, -jnp.inf, above), weight, e)
             return jnp.where(steep, p, plain)
 
@@ -602,5 +321,6 @@ def check_values(values: tuple[int, ...], memories: tuple[int, ...]) -> None:
 
 def check_numbers(separation: Separation, top: int, length: int | None) -> None:
     """Refuses a `k` or a `top` above the number of memories, if that is known."""
-    for name, k in (("k", getattr(separation, "k", 0)), ("top", top)):
-        check_count(name, k, 0, length)
+    if isinstance(separation.form, Largest):
+        check_count("k", separation.form.k, 1, length)
+    check_count("top", top, 0, length)

@@ -1,0 +1,228 @@
+"""Weights and conjugate of entmax, with derivatives in closed form."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array
+
+from uhop_jax._pytree import varying_alike
+from uhop_jax.separation._root import (
+    Power,
+    exp_and_slope,
+    root,
+    run_time_power,
+    switch,
+)
+from uhop_jax.separation._steep import steep_sums, steep_weights
+
+# Rows of at least this length: the maxima of blocks of the row first bound the root.
+_BLOCKED_LENGTH = 2048
+_BLOCKS = 256
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
+    """Weights of `alpha`-entmax over the last axis, in the shape and dtype of `z`.
+
+    Args:
+      z: overlaps `(..., M)`, `-inf` at masked entries.
+      alpha: at least 1; broadcasts against `z`. NaN gives NaN.
+      power: the arithmetic; None chooses it at run time by the values of `alpha`.
+    """
+    z, e = varying_alike((z, (alpha - 1).astype(z.dtype)))
+    if z.shape[-1] == 0:
+        return z
+    mode = run_time_power(e) if power is None else power
+    top = jnp.max(z, axis=-1, keepdims=True)
+    # XLA may fuse the product that made `z` into the difference, without rounding the
+    # product. The difference at the maximum must be exactly zero, or one-hot weights
+    # are not exact.
+    safe_top = jnp.where(top == -jnp.inf, 0.0, top)
+    u = jnp.where((z == top) & (top > -jnp.inf), 0.0, z - safe_top)
+    start = jnp.zeros_like(top)
+    if z.shape[-1] >= _BLOCKED_LENGTH:
+        # A part of the entries has a smaller sum, hence a smaller root: a cheap lower
+        # bound, which often has the right support already.
+        size = z.shape[-1] // _BLOCKS
+        blocks = u[..., : _BLOCKS * size].reshape(*u.shape[:-1], _BLOCKS, size).max(-1)
+        start = root(blocks, e, start, mode)
+    s = root(u, e, start, mode)
+    p = switch(mode, lambda power: exp_and_slope(u, s, e, power)[0])
+    if power is None or power is Power.GENERAL:
+        steep = e > 1
+        p = lax.cond(
+            jnp.any(steep),
+            lambda: jnp.where(steep, steep_weights(z, e), p),
+            lambda: p,
+        )
+    return jnp.where(jnp.isnan(e), e, p)
+
+
+@functools.partial(entmax_weights.defjvp, symbolic_zeros=True)
+def _entmax_jvp(power, primals, tangents):
+    z, alpha = primals
+    dz, dalpha = tangents
+    p = entmax_weights(z, alpha, power)
+    dz, dalpha = (None if isinstance(d, SymbolicZero) else d for d in (dz, dalpha))
+    return p, _entmax_tangent(p, alpha, dz, dalpha, power)
+
+
+# The backward pass recomputes the tangent from the weights, which needs less memory.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4,))
+def _entmax_tangent(
+    p: Array, alpha: Array, dz: Array | None, dalpha: Array | None, power: Power | None
+) -> Array:
+    """Tangent of the weights `p`; None stands for a tangent of zero."""
+    e = (alpha - 1).astype(p.dtype)
+    mode = run_time_power(e) if power is None else power
+    slope = switch(mode, functools.partial(_support_power, p, e))
+    rate = jnp.zeros_like(p)  # tangent at a fixed threshold, divided by the slope
+    if dz is not None:
+        rate += jnp.where(p > 0, dz, 0.0)
+    if dalpha is not None:
+        rate += _alpha_rate(p, slope, e) * dalpha.astype(p.dtype)
+    if power is None or power is Power.GENERAL:
+        # For `alpha > 2` the smallest weight has by far the largest slope: its rate
+        # agrees with the mean in most digits. Subtracting its rate from all rates first
+        # avoids the cancellation.
+        least = lax.cond(
+            jnp.any(e > 1),
+            lambda: jnp.argmax(slope, axis=-1, keepdims=True).astype(jnp.int32),
+            lambda: jnp.full_like(p, -1, jnp.int32, shape=(*p.shape[:-1], 1)),
+        )
+        index = lax.broadcasted_iota(jnp.int32, p.shape, p.ndim - 1)
+        chosen = (index == least) & (e > 1)
+        chosen_rate = jnp.where(chosen, rate, 0.0).sum(-1, keepdims=True)
+        rate = jnp.where(p > 0, rate - chosen_rate, 0.0)
+    total = slope.sum(-1, keepdims=True)
+    mean = (slope * rate).sum(-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
+    return slope * (rate - mean)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def weights_at(x: Array, e: Array, power: Power) -> Array:
+    """`exp_e(x)`, the weights at a known threshold; `e` broadcasts against `x`."""
+    return exp_and_slope(x, jnp.zeros_like(e), e, power)[0]
+
+
+@weights_at.defjvp
+def _weights_at_jvp(power, primals, tangents):
+    (x, e), (dx, de) = primals, tangents
+    p = weights_at(x, e, power)
+    slope = _support_power(p, e, power)
+    return p, slope * (jnp.where(p > 0, dx, 0.0) + _alpha_rate(p, slope, e) * de)
+
+
+@jax.custom_jvp
+def steep_weights_at(x: Array, w: Array, e: Array) -> Array:
+    """`(w^e + e x)^(1/e)`, the weights for a known smallest weight `w`, for `e > 1`."""
+    return steep_sums(x, w, e)[0]
+
+
+@steep_weights_at.defjvp
+def _steep_weights_at_jvp(primals, tangents):
+    (x, w, e), (dx, dw, de) = primals, tangents
+    p = steep_weights_at(x, w, e)
+    e = jnp.maximum(e, 1.0)
+    slope = _support_power(p, e, Power.GENERAL)
+
+    def term(v: Array) -> Array:
+        log_v = _log(v)
+        return jnp.where(v > 0, jnp.exp(e * log_v) * (log_v - 1 / e), 0.0)
+
+    direct = slope / e * (term(w) - term(p))
+    log_ratio = jnp.log(w) - _log(p)
+    by_w = jnp.where(p > 0, jnp.exp((e - 1) * jnp.minimum(log_ratio, 0.0)), 0.0)
+    return p, slope * jnp.where(p > 0, dx, 0.0) + by_w * dw + direct * de
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _support_power(p: Array, e: Array, power: Power) -> Array:
+    """`p^(2 - alpha)` on the support, zero off it."""
+    if power is Power.LINEAR:
+        return (p > 0).astype(p.dtype)
+    if power is Power.SQUARE:
+        return jnp.sqrt(jnp.where(p > 0, p, 1.0)) * jnp.where(p > 0, 1.0, 0.0)
+    # The cap at the square root of the range keeps products of two slopes finite.
+    cap = 0.5 * math.log(float(jnp.finfo(p.dtype).max))
+    return jnp.where(p > 0, jnp.exp(jnp.minimum((1 - e) * _log(p), cap)), 0.0)
+
+
+@_support_power.defjvp
+def _support_power_jvp(power, primals, tangents):
+    # The derivative in `e` counts at a fixed `Power` too: second derivatives use it.
+    (p, e), (dp, de) = primals, tangents
+    slope = _support_power(p, e, power)
+    rate = (1 - e) * jnp.where(p > 0, dp, 0.0) / jnp.where(p > 0, p, 1.0)
+    return slope, slope * (rate - _log(p) * de)
+
+
+def _log(p: Array) -> Array:
+    """`log p`, zero off the support."""
+    return jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
+
+
+def _alpha_rate(p: Array, slope: Array, e: Array) -> Array:
+    """The derivative of `p = exp_e(x)` in `e` at fixed `x`, divided by `p^(1 - e)`.
+
+    It is `(p^e (1 - y) - 1) / e^2` with `y = e log p`, and its series for small `y`.
+    """
+    log_p = _log(p)
+    y = e * log_p
+    near = jnp.abs(y) < 1
+    power = p / jnp.where(slope > 0, slope, 1.0)
+    far = (power * (1.0 - y) - 1.0) / jnp.where(near, 1.0, e) ** 2
+    series = _remainder(-jnp.where(near, y, 0.0), 2)
+    return jnp.where(near, -0.5 * power * log_p**2 * series, far)
+
+
+def _remainder(y: Array, order: int) -> Array:
+    """`order! sum_{k >= order} y^(k - order) / k!` for `|y| < 1`, by Horner's rule.
+
+    The remainder of the series of `exp(y)` after `order` terms, over its first term.
+    """
+    series = jnp.zeros_like(y)
+    terms = 11 if y.dtype == jnp.float32 else 19
+    for k in range(terms, order - 1, -1):
+        series = 1.0 + series * y / (k + 1)
+    return series
+
+
+@jax.custom_jvp
+def entmax_conjugate(z: Array, alpha: Array) -> Array:
+    """The convex conjugate `max_p (p . z - Omega_alpha(p))` of each row `(...,)`."""
+    p = entmax_weights(z, alpha, None)
+    top = jnp.max(z, axis=-1, initial=-jnp.inf)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    above = p > 0
+    u = jnp.where(above & (z != top[..., None]), z - top[..., None], 0.0)
+    return top + (p * u).sum(-1) - _negative_entropy(p, alpha)
+
+
+@entmax_conjugate.defjvp
+def _entmax_conjugate_jvp(primals, tangents):
+    (z, alpha), (dz, dalpha) = primals, tangents
+    p = entmax_weights(z, alpha, None)
+    _, domega = jax.jvp(lambda a: _negative_entropy(p, a), (alpha,), (dalpha,))
+    dz = jnp.where(p > 0, dz, 0.0)
+    return entmax_conjugate(z, alpha), (p * dz).sum(-1) - domega
+
+
+def _negative_entropy(p: Array, alpha: Array) -> Array:
+    r"""Tsallis :math:`\Omega_\alpha(p)`, see `Entmax`; its limit at `alpha = 1`."""
+    alpha = alpha.astype(p.dtype)
+    e = alpha - 1
+    log_p = _log(p)
+    # `p (p^e - 1) / e = p log(p) (exp(y) - 1) / y` with `y = e log p`: smooth at e = 0.
+    return (p * log_p * _expm1_ratio(e * log_p) / alpha).sum(-1)
+
+
+def _expm1_ratio(y: Array) -> Array:
+    """`(exp(y) - 1) / y`, with its derivatives smooth at zero."""
+    near = jnp.abs(y) < 1
+    far = jnp.where(near, 1.0, y)
+    return jnp.where(near, _remainder(jnp.where(near, y, 0.0), 1), jnp.expm1(far) / far)

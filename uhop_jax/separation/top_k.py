@@ -1,0 +1,108 @@
+"""The separation of the nearest memories, whose number is fixed."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from uhop_jax._checks import check_count
+from uhop_jax.separation._root import from_ordered, ordered_bits
+from uhop_jax.separation.base import Separation
+from uhop_jax.separation.exponential import log_sum_exp, softmax
+from uhop_jax.separation.forms import Largest
+
+
+class TopK(Separation):
+    r"""Softmax over exactly the `k` largest overlaps; ties go to the lower index.
+
+    The conjugate is the `logsumexp` of the `k` largest overlaps. It is convex as the
+    maximum of the `logsumexp` over all subsets of `k` overlaps.
+
+    Attributes:
+      k: number of memories with a weight, at least 1 and at most `M`.
+    """
+
+    shift_invariant: ClassVar[bool] = True
+
+    k: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def form(self):
+        return Largest(self.k)
+
+    def check(self):
+        check_count("k", self.k, 1)
+
+    def margin(self):
+        """Zero for `k = 1`, else infinite."""
+        return 0.0 if self.k == 1 else jnp.inf
+
+    def _weights(self, z):
+        return softmax(self._largest(z), None)
+
+    def _conjugate(self, z):
+        return log_sum_exp(self._largest(z), None)
+
+    def _largest(self, z: Array) -> Array:
+        """`z` with all but its `k` largest entries at `-inf`."""
+        check_count("k", self.k, 1, z.shape[-1])
+        fixed = lax.stop_gradient(z)
+        return jnp.where(
+            _is_among(fixed, _kth_largest(fixed, self.k), self.k), z, -jnp.inf
+        )
+
+
+def _kth_largest(z: Array, k: int) -> Array:
+    """The `k`-th largest entry of each row `(..., 1)`."""
+    size = math.isqrt(z.shape[-1] // k)
+    if size > 7:
+        # All `k` largest entries are in the `k` strides with the largest maxima.
+        padding = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % size)]
+        z = jnp.pad(z, padding, constant_values=-jnp.inf)
+        z = z.reshape(*z.shape[:-1], size, -1)
+        best = lax.top_k(z.max(-2), k)[1]
+        z = jnp.take_along_axis(z, best[..., None, :], axis=-1)
+        z = z.reshape(*z.shape[:-2], k * size)
+    # The bits of the result are found from the highest to the lowest, in unsigned
+    # integers in the order of the floats.
+    keys = ordered_bits(z)
+    bits, unsigned = jnp.finfo(z.dtype).bits, keys.dtype
+
+    def body(i, prefix):
+        place = jnp.asarray(bits - 1 - i).astype(unsigned)
+        bit = jnp.left_shift(jnp.ones((), unsigned), place)
+        candidate = prefix | bit
+        count = (keys >= candidate).sum(-1, keepdims=True, dtype=jnp.int32)
+        return jnp.where(count >= k, candidate, prefix)
+
+    start = jnp.full_like(keys, 0, shape=(*keys.shape[:-1], 1))
+    key = lax.fori_loop(0, bits, body, start)
+    return from_ordered(key)
+
+
+def _is_among(z: Array, threshold: Array, k: int) -> Array:
+    """Which entries are the `k` largest, for the `k`-th largest entry `threshold`.
+
+    Of entries equal to the threshold those with the lowest indices count.
+    """
+    index = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
+
+    def count(chosen: Array) -> Array:
+        return chosen.sum(-1, keepdims=True, dtype=jnp.int32)
+
+    room = k - count(z > threshold)
+
+    def halve(ends):
+        low, high = ends
+        middle = (low + high) // 2
+        fits = count((z == threshold) & (index < middle)) <= room
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
+
+    # Without ties all entries that equal the threshold count, and no step is needed.
+    high = jnp.full_like(room, z.shape[-1])
+    low = jnp.where(count(z == threshold) <= room, high, 0)
+    end, _ = lax.while_loop(lambda x: jnp.any(x[1] - x[0] > 1), halve, (low, high))
+    return (z > threshold) | ((z == threshold) & (index < end))
