@@ -76,7 +76,7 @@ def test_runs_from_a_clean_kernel(path, tmp_path):
     runner.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     outputs = [x for cell in notebook.cells for x in cell.get("outputs", [])]
     errors = "".join(x.text for x in outputs if x.get("name") == "stderr")
-    progress = r"\w+: \d+ of \d+ (memory sets|examples), .*"  # on a slow machine
+    progress = r"\w+: [\d,]+ of [\d,]+ (memory sets|examples), .*"  # if it is slow
     assert not [x for x in errors.splitlines() if not re.fullmatch(progress, x)]
     figures = [x for x in outputs if "image/png" in x.get("data", {})]
     assert len(figures) == FIGURES[path.stem]

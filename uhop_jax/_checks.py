@@ -6,7 +6,7 @@ would wait for the device. A number out of range in a JAX array gives NaN: it is
 replaced by a valid number.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -318,11 +318,20 @@ def check_memory_set(memories: Any, *, distinct: bool = True) -> None:
     if distinct and readable:
         array = np.asarray(memories)
         for rows in array.reshape(-1, *array.shape[-2:]):
-            seen: dict[bytes, int] = {}
-            for index, row in enumerate(rows):
-                first = seen.setdefault(row.tobytes(), index)
-                if first != index:
-                    raise ValueError(
-                        f"memories {first} and {index} are equal: no kernel separates "
-                        "duplicates, store each pattern once"
-                    )
+            for first, index in _repeated_rows(rows):
+                raise ValueError(
+                    f"memories {first} and {index} are equal: no kernel separates "
+                    "duplicates, store each pattern once"
+                )
+
+
+def _repeated_rows(rows: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Indices of a row and of a later row with the same bits."""
+    bits = np.ascontiguousarray(rows).view(f"u{rows.itemsize}")
+    factors = np.random.default_rng(0).integers(2**63, size=rows.shape[1], dtype="u8")
+    # A sum of products modulo 2^64: equal rows have equal sums, others hardly ever.
+    sums = np.einsum("md,d->m", bits, 2 * factors + 1, dtype="u8", casting="unsafe")
+    _, first, which = np.unique(sums, return_index=True, return_inverse=True)
+    for index in np.flatnonzero(first[which] != np.arange(len(rows))):
+        if (bits[index] == bits[first[which[index]]]).all():
+            yield int(first[which[index]]), int(index)
