@@ -307,7 +307,7 @@ def test_exact_retrieval_if_and_only_if_the_slack_is_not_negative(
 def test_exact_retrieval_on_the_sphere_and_the_inequalities_of_the_paper():
     t, alpha = 1.7, 1.5
     memories, beta = unit(gaussian(1, 5, 6)), 4.0
-    rbf = theory.log_rbf(memories, memories, scale=t)
+    rbf = theory.log_rbf(memories, memories, t=t)
     largest = jnp.where(jnp.eye(5, dtype=bool), -jnp.inf, rbf).max(-1)
     bound = 2 * t / (beta * (alpha - 1))
     slack = theory.exact_retrieval_slack(
@@ -325,7 +325,7 @@ def test_rbf_is_the_inner_product_on_the_sphere():
     # [eqn:L_normalize]; off the sphere the proof's K = ell/(2t) is out by more.
     memories, query, kernel = gaussian(0, 5, 6), gaussian(1, 4, 6), gaussian(2, 9, 6)
     similarity = uj.Cosine(uj.LinearKernel(kernel))
-    rbf = theory.log_rbf(memories, query, scale=1.3, similarity=similarity)
+    rbf = theory.log_rbf(memories, query, t=1.3, similarity=similarity)
     assert_close(rbf, 2 * 1.3 * similarity(memories, query) - 2 * 1.3)
     # With ell := 2tK - 2t, K bilinear, the sum beneath it in the paper has mu for nu.
     ell = lambda u, v: 2 * 1.3 * float(u @ v) - 2 * 1.3  # noqa: E731
@@ -605,13 +605,13 @@ def test_gradient_descent_bound_on_convex_quadratics():
         a = np.asarray(gaussian(seed, 4, 6))
         hessian = a.T @ a  # singular: convex, not strongly
         x = start = np.asarray(gaussian(seed + 50, 6))
-        step_size = 1 / np.linalg.norm(hessian, 2)
+        learning_rate = 1 / np.linalg.norm(hessian, 2)
         # To the nearest minimiser, in the null space.
         distance = norm(np.linalg.pinv(a) @ (a @ start))
         for steps in range(1, 40):
-            x = x - step_size * hessian @ x
+            x = x - learning_rate * hessian @ x
             bound = theory.gradient_descent_bound(
-                distance, step_size=step_size, steps=steps
+                distance, learning_rate=learning_rate, steps=steps
             )
             assert 0.5 * x @ hessian @ x <= bound
 
@@ -705,7 +705,7 @@ def test_bad_input_is_refused_by_name_and_value(untyped):
             "got 1 axes of memory sets",
         ),
         (lambda: theory.well_separated(x, beta=1.0, distance=0.0), "distance .* 0.0"),
-        (lambda: theory.log_rbf(x, x[0], scale=0.0), "scale .* 0.0"),
+        (lambda: theory.log_rbf(x, x[0], t=0.0), "t must .* 0.0"),
         (lambda: theory.log_rbf(x, x[0, :3]), "dimension 6, queries 3"),
         (lambda: theory.stored(key, x, beta=1.0, samples=0), "samples .* got 0"),
         (lambda: theory.stored(key, x, beta=1.0, tolerance=0.0), "tolerance .* 0.0"),
@@ -720,11 +720,11 @@ def test_bad_input_is_refused_by_name_and_value(untyped):
         (lambda: theory.spherical_code_bounds(4, 1), "dimension .* got 1"),
         (lambda: theory.metastable_size(x, threshold=-1.0), "threshold .* -1"),
         (
-            lambda: theory.gradient_descent_bound(1.0, step_size=0.1, steps=0),
+            lambda: theory.gradient_descent_bound(1.0, learning_rate=0.1, steps=0),
             "steps .* 0",
         ),
         (
-            lambda: theory.gradient_descent_bound(-1.0, step_size=0.1, steps=1),
+            lambda: theory.gradient_descent_bound(-1.0, learning_rate=0.1, steps=1),
             "distance .* -1",
         ),
     ]

@@ -17,7 +17,14 @@ from uhop_jax.kernels import (
     LowRankKernel,
 )
 from uhop_jax.likelihood import fit_likelihood
-from uhop_jax.losses import separation_loss, smallest_separation
+from uhop_jax.losses import (
+    AverageLoss,
+    DeepLoss,
+    MaximumLoss,
+    SeparationLoss,
+    loss_from_name,
+    smallest_separation,
+)
 from uhop_jax.memory import Memory
 from uhop_jax.retrieval import (
     Convergence,
@@ -62,10 +69,12 @@ from uhop_jax.streaming import Streamed, retrieve_streamed
 from uhop_jax.uhop_plus import fit_annealed
 
 __all__ = [
+    "AverageLoss",
     "Calibration",
     "Centering",
     "Convergence",
     "Cosine",
+    "DeepLoss",
     "Dot",
     "Entmax",
     "Kernel",
@@ -73,6 +82,7 @@ __all__ = [
     "LinearKernel",
     "LowRankKernel",
     "Mask",
+    "MaximumLoss",
     "Memory",
     "NegativeL1",
     "NegativeL2",
@@ -81,6 +91,7 @@ __all__ = [
     "Polynomial",
     "Retrieval",
     "Separation",
+    "SeparationLoss",
     "Sharded",
     "Similarity",
     "Softmax",
@@ -104,13 +115,13 @@ __all__ = [
     "has_energy",
     "identity_start",
     "load",
+    "loss_from_name",
     "memory_mesh",
     "posterior_mean",
     "retrieve",
     "retrieve_streamed",
     "save",
     "separation_from_name",
-    "separation_loss",
     "shard_memories",
     "similarity_from_name",
     "smallest_separation",

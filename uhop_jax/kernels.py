@@ -116,6 +116,8 @@ class LowRankKernel(Kernel):
       right: `R (r, d)`, or `(sets, r, d)`.
     """
 
+    center: ClassVar[None] = None  # the map has the origin as its centre
+
     scale: Float[Array, "*sets"]
     left: Float[Array, "*sets d r"]
     right: Float[Array, "*sets r d"]

@@ -24,7 +24,7 @@ from uhop_jax.calibration import (
 from uhop_jax.corruption import Corruption, posterior
 from uhop_jax.experiments.methods import Method
 from uhop_jax.kernels import Kernel
-from uhop_jax.losses import Loss, delta_min_of_gram, loss_of_gram
+from uhop_jax.losses import AverageLoss, delta_min_of_gram
 from uhop_jax.separation import Separation
 from uhop_jax.similarity import Dot, Similarity
 
@@ -210,8 +210,7 @@ def separations(
 @jax.jit
 def _separations(grams: Array, t: Array) -> tuple[Array, Array]:
     """Loss and `Delta_min` of Gram matrices `(sets, entries, M, M)`."""
-    loss = Loss("average", normalize=True, pairs="distinct")
-    return loss_of_gram(grams, loss, t), delta_min_of_gram(grams)
+    return AverageLoss(t).from_pairs(grams), delta_min_of_gram(grams)
 
 
 def _middle_of_least(errors: np.ndarray, places: np.ndarray, scale: np.ndarray) -> int:
