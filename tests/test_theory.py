@@ -16,8 +16,9 @@ from uhop_jax.theory.storing import _sample_ball
 
 
 def name(x):
-    kernel = getattr(x, "kernel", None)
-    return repr(x) if kernel is None else f"{type(x).__name__}({type(kernel).__name__})"
+    kernel = getattr(x, "kernel", uj.Identity())
+    plain = isinstance(kernel, uj.Identity)
+    return repr(x) if plain else f"{type(x).__name__}({type(kernel).__name__})"
 
 
 def gaussian(seed, *shape):
@@ -43,7 +44,8 @@ def norm(x):
 def features(x, similarity):
     """Features compared by the similarity, written out."""
     kernel = similarity.kernel
-    x = x if kernel is None else x @ np.asarray(kernel.weights).T
+    if not isinstance(kernel, uj.Identity):
+        x = x @ np.asarray(kernel.weights).T
     if isinstance(similarity, uj.Cosine):
         x = x / norm(x)[..., None]
     return x
@@ -389,7 +391,9 @@ def test_distance_needs_only_that_no_other_feature_norm_is_larger():
     separation = uj.Sparsemax()
     for seed in range(20):
         memories = gaussian(seed, 5, 6)
-        need = theory.exact_retrieval_distance(None, beta=1.0, separation=separation)
+        need = theory.exact_retrieval_distance(
+            uj.Identity(), beta=1.0, separation=separation
+        )
         memories = memories * 1.0001 * need.sufficient / closest(memories)
         slack = theory.exact_retrieval_slack(memories, beta=1.0, separation=separation)
         norms = jnp.linalg.norm(memories, axis=-1)
@@ -822,7 +826,7 @@ def test_bounds_have_the_slopes_of_finite_differences(similarity):
 def test_a_distance_of_zero_has_no_slope_in_beta():
     def needed(beta):
         return theory.exact_retrieval_distance(
-            None, beta=beta, separation=uj.TopK(1)
+            uj.Identity(), beta=beta, separation=uj.TopK(1)
         ).sufficient
 
     assert needed(2.0) == 0 == jax.grad(needed)(2.0)

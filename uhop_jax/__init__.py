@@ -11,6 +11,7 @@ from uhop_jax.closed_form import fit_closed_form
 from uhop_jax.corruption import Mask, Noise, posterior_mean
 from uhop_jax.kernels import (
     Centering,
+    Identity,
     Kernel,
     LikelihoodKernel,
     LinearKernel,
@@ -77,6 +78,7 @@ __all__ = [
     "DeepLoss",
     "Dot",
     "Entmax",
+    "Identity",
     "Kernel",
     "LikelihoodKernel",
     "LinearKernel",

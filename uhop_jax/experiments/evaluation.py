@@ -23,7 +23,7 @@ from uhop_jax.calibration import (
 )
 from uhop_jax.corruption import Corruption, posterior
 from uhop_jax.experiments.methods import Method
-from uhop_jax.kernels import Kernel
+from uhop_jax.kernels import Identity, Kernel
 from uhop_jax.losses import AverageLoss, delta_min_of_gram
 from uhop_jax.separation import Separation
 from uhop_jax.similarity import Dot, Similarity
@@ -107,7 +107,7 @@ def entries_of(
     """Every method with every kernel of its family."""
     entries = []
     for method in methods:
-        family = kernels[method.family] if method.family else {"": None}
+        family = kernels[method.family] if method.family else {"": Identity()}
         for setting, kernel in family.items():
             entries.append(Entry(method, setting, method.similarity(kernel)))
     return entries

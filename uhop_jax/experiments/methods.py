@@ -48,14 +48,14 @@ class Method(NamedTuple):
 
     Attributes:
       name: label in tables.
-      similarity: makes the similarity from the kernel, or from None.
+      similarity: makes the similarity from the kernel.
       separation: maps scaled overlaps to weights.
-      family: key into the kernels of `fit_kernels`, or "" for no kernel.
+      family: key into the kernels of `fit_kernels`, or "" for `Identity`.
       group: heading under which figures draw it.
     """
 
     name: str
-    similarity: Callable[[Kernel | None], Similarity]
+    similarity: Callable[[Kernel], Similarity]
     separation: Separation
     family: str = ""
     group: str = "models of the paper"

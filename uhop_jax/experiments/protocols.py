@@ -26,7 +26,7 @@ from uhop_jax.experiments.methods import (
     Method,
     Settings,
 )
-from uhop_jax.kernels import Kernel
+from uhop_jax.kernels import Identity, Kernel
 from uhop_jax.separation import Polynomial, Softmax, TopK
 from uhop_jax.similarity import (
     Cosine,
@@ -55,7 +55,7 @@ class Protocol(NamedTuple):
 class PositiveL2(NegativeL2):
     """The distance itself as a similarity, which retrieves the farthest memory."""
 
-    kernel: Kernel | None = None
+    kernel: Kernel = Identity()
 
     def _compare(self, keys, state, restrict) -> Array:
         return -super()._compare(keys, state, restrict)
@@ -65,7 +65,7 @@ class PositiveL2(NegativeL2):
 class PositiveL1(NegativeL1):
     """The distance itself as a similarity, which retrieves the farthest memory."""
 
-    kernel: Kernel | None = None
+    kernel: Kernel = Identity()
 
     def _compare(self, keys, state, restrict) -> Array:
         return -super()._compare(keys, state, restrict)

@@ -390,12 +390,12 @@ def _numbers(scores: Scores, j: int, i: int) -> dict[str, float]:
 def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
     """Separation loss and `Delta_min`, by entry and memory set.
 
-    Only entries whose kernel has an energy are listed.
+    Only entries with a kernel that has an energy are listed.
     """
     index = [
         i
         for i, entry in enumerate(entries)
-        if entry.model.kernel is not None and entry.model.kernel.has_energy
+        if entry.method.family and entry.model.kernel.has_energy
     ]
     if not index:
         return {}

@@ -268,7 +268,7 @@ class ExactDistance(NamedTuple):
 
 
 def exact_retrieval_distance(
-    kernel: Kernel | None, *, beta: ArrayLike, separation: Separation
+    kernel: Kernel, *, beta: ArrayLike, separation: Separation
 ) -> ExactDistance:
     r"""Distance of patterns at which `Dot` retrieves them exactly [coro:exact_coro].
 
@@ -287,7 +287,7 @@ def exact_retrieval_distance(
     never retrieved exactly.
 
     Args:
-      kernel: a `LinearKernel`, `LowRankKernel` or `Centering`; None is the identity.
+      kernel: a `LinearKernel`, `LowRankKernel`, `Centering` or `Identity`.
       beta: inverse temperature, positive.
       separation: separation whose `margin` is used.
 

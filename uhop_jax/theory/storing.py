@@ -22,6 +22,7 @@ from uhop_jax._checks import (
     check_on_host,
     working_dtype,
 )
+from uhop_jax.kernels import Identity
 from uhop_jax.retrieval import converge
 from uhop_jax.separation import Separation, Softmax
 from uhop_jax.similarity import (
@@ -229,7 +230,7 @@ def _stored(
     """`stored` for the memories of a mask, with checked arguments."""
     keys, _, _, radius = geometry_of(memories, similarity, mask)
     # The dynamics run on features, which need no kernel.
-    on_features = dataclasses.replace(similarity, kernel=None)
+    on_features = dataclasses.replace(similarity, kernel=Identity())
     on_sphere = isinstance(similarity, Cosine)
 
     def balls(rows: Array) -> Array:
