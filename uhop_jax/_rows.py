@@ -109,9 +109,9 @@ def model_of(
     return varying_alike(model)
 
 
-def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
+def _check_sets(kernel: Kernel, sets: tuple[int, ...]) -> None:
     """Refuses a batch of kernels that does not match the memory sets."""
-    if kernel is None or not kernel.set_axes:
+    if not kernel.set_axes:
         return
     if kernel.set_axes != len(sets):
         raise ValueError(
@@ -133,7 +133,7 @@ def _only_set(axes: int, memories: Array, values: Any, similarity: Similarity) -
         return x.reshape(x.shape[axes:])
 
     kernel = similarity.kernel
-    if kernel is not None and kernel.set_axes:
+    if kernel.set_axes:
         similarity = jax.tree.map(drop, similarity)
     return drop(memories), None if values is None else drop(values), similarity
 
@@ -212,9 +212,7 @@ class Row(NamedTuple):
 def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:
     """Maps `function` over memory sets, then over queries; no array is tiled."""
     if model.memories.ndim > 2:
-        stacked = (
-            model.similarity.kernel is not None and model.similarity.kernel.set_axes
-        )
+        stacked = model.similarity.kernel.set_axes
         shared = {"memories": 0, "values": 0, "similarity": 0 if stacked else None}
         return _over_axis(model, shared, lambda m: over_rows(m, function), False)
 
@@ -227,11 +225,7 @@ def over_rows(model: Model, function: Callable[[Row], Any]) -> Any:
         values = jnp.where(finite[:, None], values, 0.0)
         broken = ~finite
     similarity = model.similarity
-    local = (
-        model.observed is not None
-        and similarity.kernel is not None
-        and similarity.kernel.local
-    )
+    local = model.observed is not None and similarity.kernel.local
     keys = memories if local else similarity.keys(memories)
 
     def rows(model: Model) -> Any:

@@ -42,6 +42,7 @@ from uhop_jax._checks import (
 )
 from uhop_jax._fixed_point import fixed_point
 from uhop_jax._rows import Model, Row, model_of, over_rows
+from uhop_jax.kernels import Identity
 from uhop_jax.separation import Separation, Softmax, check_separation
 from uhop_jax.similarity import (
     Dot,
@@ -148,7 +149,7 @@ def retrieve(
     model = model_of(
         memories, query, beta, separation, similarity, values, mask, observed
     )
-    if steps > 1 and model.similarity.kernel is not None:
+    if steps > 1:
         check_iterable(model.similarity)
     return _retrieve(model, steps)
 
@@ -307,7 +308,7 @@ def has_energy(separation: Separation, similarity: Similarity) -> bool:
 def check_iterable(similarity: Similarity) -> None:
     """Refuses a kernel that maps memories and queries differently."""
     kernel = similarity.kernel
-    if kernel is not None and not kernel.has_energy:
+    if not kernel.has_energy:
         raise ValueError(
             f"{type(kernel).__name__} maps queries and memories differently: it has "
             "one update only and cannot be iterated"
@@ -316,8 +317,8 @@ def check_iterable(similarity: Similarity) -> None:
 
 def _name(x: Any) -> str:
     """Name of the type of a separation or similarity, with the type of its kernel."""
-    kernel = getattr(x, "kernel", None)
-    inner = "" if kernel is None else f"({type(kernel).__name__})"
+    kernel = getattr(x, "kernel", Identity())
+    inner = "" if isinstance(kernel, Identity) else f"({type(kernel).__name__})"
     return f"{type(x).__name__}{inner}"
 
 

@@ -346,11 +346,16 @@ def _squared_distance_jvp(primals, tangents):
 
 
 def check_similarity(similarity: Any) -> None:
-    """Refuses anything but a similarity."""
+    """Refuses anything but a similarity with a kernel."""
     if not isinstance(similarity, Similarity):
         raise ValueError(
             f"similarity must be one of {', '.join(c.__name__ for c in _CLASSES)}, "
             f"got {similarity!r}"
+        )
+    if not isinstance(similarity.kernel, Kernel):
+        raise ValueError(
+            "kernel must be a Kernel such as LinearKernel(weights), got "
+            f"{type(similarity.kernel).__name__}"
         )
 
 
@@ -369,11 +374,6 @@ def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
             f"memories have dimension {memories.shape[-1]}, queries {query.shape[-1]}"
         )
     kernel = similarity.kernel
-    if not isinstance(kernel, Kernel):
-        raise ValueError(
-            "kernel must be a Kernel such as LinearKernel(weights), got "
-            f"{type(kernel).__name__}"
-        )
     kernel.check()
     if kernel.dimension not in (None, memories.shape[-1]):
         raise ValueError(
