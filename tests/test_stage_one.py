@@ -298,7 +298,7 @@ class MeanCosine(SeparationLoss):
     def _reduce(self, exponents, valid, distinct):
         counted = valid & distinct
         total = jnp.where(counted, exponents, 0.0).sum((-2, -1))
-        return total / jnp.maximum(counted.sum((-2, -1)), 1)
+        return total / jnp.maximum(counted.sum((-2, -1), dtype=total.dtype), 1.0)
 
     def _least(self, M, D):
         return -0.5 / jnp.maximum(M - 1, 1.0)

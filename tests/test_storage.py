@@ -12,6 +12,7 @@ from conftest import every_dtype
 
 import uhop_jax
 from uhop_jax import (
+    AverageLoss,
     Calibration,
     Centering,
     Cosine,
@@ -21,8 +22,10 @@ from uhop_jax import (
     LinearKernel,
     LowRankKernel,
     Mask,
+    MaximumLoss,
     Memory,
     Noise,
+    NormNoise,
     Polynomial,
     Softmax,
     TopK,
@@ -86,7 +89,11 @@ OBJECTS = {
     "polynomial": lambda dtype: Polynomial(7),
     "top-k": lambda dtype: TopK(3),
     "mask": lambda dtype: Mask(jnp.asarray(0.3, dtype), known=True),
-    "noise": lambda dtype: Noise(0.2, low=None, high=2.5, kind="norm"),
+    "noise": lambda dtype: Noise(0.2, low=None, high=2.5),
+    "norm noise": lambda dtype: NormNoise(jnp.asarray(0.2, dtype), None, 2.5),
+    "plain cosine": lambda dtype: Cosine(),
+    "loss": lambda dtype: AverageLoss(jnp.asarray(3, dtype), False, "all"),
+    "maximum loss": lambda dtype: MaximumLoss(1.5),
     "calibration": calibration,
     "memory": lambda dtype: Memory.empty(3, dtype=dtype).add(draw(2, 3, dtype=dtype))[
         0

@@ -8,7 +8,7 @@ retrieval dynamics and energies, Stage I, calibration.
 from uhop_jax._pytree import frozen_pytree
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.closed_form import fit_closed_form
-from uhop_jax.corruption import Mask, Noise, posterior_mean
+from uhop_jax.corruption import Mask, Noise, NormNoise, posterior_mean
 from uhop_jax.kernels import (
     Centering,
     Identity,
@@ -90,6 +90,7 @@ __all__ = [
     "NegativeL2",
     "NegativeSquaredL2",
     "Noise",
+    "NormNoise",
     "Polynomial",
     "Retrieval",
     "Separation",

@@ -5,6 +5,7 @@ that contain them. Nothing is pickled: loading creates only types of this librar
 """
 
 import dataclasses
+import inspect
 import json
 import os
 import secrets
@@ -25,6 +26,7 @@ from uhop_jax import (
     calibration,
     corruption,
     kernels,
+    losses,
     memory,
     separation,
     similarity,
@@ -33,10 +35,14 @@ from uhop_jax._files import read_archive, reading, user_path
 
 _TYPES: dict[str, type] = {
     cls.__name__: cls
-    for module in (kernels, similarity, separation, calibration, corruption, memory)
+    for module in (
+        *(kernels, similarity, separation, losses),
+        *(calibration, corruption, memory),
+    )
     for cls in vars(module).values()
     if isinstance(cls, type)
     and dataclasses.is_dataclass(cls)
+    and not inspect.isabstract(cls)
     and cls is not corruption.Corruption
 }
 _VERSION = 1
@@ -48,7 +54,7 @@ def _is_kernel(x: Any) -> bool:
 
 
 def save(path: str | Path, tree: Any) -> Path:
-    """Saves a kernel, similarity, separation, memory, calibration or corruption.
+    """Saves a kernel, similarity, separation, loss, memory, calibration or corruption.
 
     The file is written completely or not at all: an existing file is replaced only
     after everything is written. If several processes write, the last one wins.

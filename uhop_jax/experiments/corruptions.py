@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from uhop_jax._checks import check_choice
 from uhop_jax._pytree import frozen_pytree
-from uhop_jax.corruption import Mask, Noise, scale_of
+from uhop_jax.corruption import Mask, Noise, NormNoise, scale_of
 
 KINDS = (
     *("mask", "known_mask", "noise", "folded_noise", "norm_noise"),
@@ -43,19 +43,15 @@ class FoldedNoise:
     The authors' code does so: negative values come back as positive values.
 
     Attributes:
-      scale: standard deviation for each component, or with `kind="norm"` the Euclidean
-        norm of the whole noise vector.
-      kind: `pixel` or `norm`.
+      scale: standard deviation of the noise of each component.
     """
 
     scale: ArrayLike = 0.5
-    kind: str = dataclasses.field(default="pixel", metadata={"static": True})
 
     def __call__(
         self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
     ) -> Float[Array, "*batch d"]:
-        noisy = Noise(self.scale, low=None, high=None, kind=self.kind)(key, patterns)
-        return jnp.clip(jnp.abs(noisy), 0, 1)
+        return _folded(Noise(self.scale, low=None, high=None)(key, patterns))
 
     def log_likelihood(
         self,
@@ -64,7 +60,7 @@ class FoldedNoise:
         *,
         observed: None = None,
     ) -> Float[Array, "Q M"]:
-        """`log p(query | memory)` up to a constant of the query; for `kind="pixel"`."""
+        """`log p(query | memory)` up to a constant of the query."""
         del observed  # this noise hides nothing
         scale, exact = scale_of(self.scale, memories.dtype)
         clamped = query >= 1
@@ -72,7 +68,7 @@ class FoldedNoise:
         beyond = jnp.logaddexp(
             logcdf((memories - 1) / scale), logcdf((-1 - memories) / scale)
         )
-        intact = jnp.clip(jnp.abs(memories), 0, 1)
+        intact = _folded(memories)
 
         def folded(row: tuple[Array, Array]) -> Array:
             value, inside = (x[None] for x in row)
@@ -83,6 +79,26 @@ class FoldedNoise:
             return jnp.where(exact, jnp.where(same, 0.0, -jnp.inf), noisy)
 
         return jax.lax.map(folded, (query, ~clamped))
+
+
+@frozen_pytree
+class FoldedNormNoise:
+    """Like `FoldedNoise`, with noise whose whole vector has a given norm.
+
+    Attributes:
+      scale: the Euclidean norm of the noise vector.
+    """
+
+    scale: ArrayLike = 0.5
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        return _folded(NormNoise(self.scale, low=None, high=None)(key, patterns))
+
+
+def _folded(patterns: Array) -> Array:
+    return jnp.clip(jnp.abs(patterns), 0, 1)
 
 
 @frozen_pytree
@@ -249,8 +265,8 @@ def corruption_of(
             return FoldedNoise(level)
         case "norm_noise":
             if reference:
-                return FoldedNoise(level, kind="norm")
-            return Noise(level, kind="norm", **limits)
+                return FoldedNormNoise(level)
+            return NormNoise(level, **limits)
         case "block":
             return Block(level, size)
         case "blur":
