@@ -189,8 +189,9 @@ class _MeanLoss(SeparationLoss):
 class AverageLoss(_MeanLoss):
     r"""The average loss [def:max-loss].
 
-    :math:`\log \mathrm{mean}_{u \ne v} \exp(-t \|\Phi(u) - \Phi(v)\|^2)`. On the sphere
-    it is the loss of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
+    :math:`\log \mathrm{mean}_{u \ne v} \exp(-t \|\Phi(u) - \Phi(v)\|^2)`; with
+    `pairs="all"` the mean takes `u = v` too, as in the paper's expectation. On the
+    sphere it is the loss of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
 
     The mean of the exponentials is at least the exponential of the mean exponent
     (Jensen), and the mean cosine is least if the features sum to zero: on the sphere
@@ -232,11 +233,12 @@ class MaximumLoss(SeparationLoss):
 class DeepLoss(_MeanLoss):
     r"""The loss for layers [dfn:separation-loss].
 
-    :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u, v)^2 - 1))`. On the sphere it is
-    at least :math:`2 t (c - 1)` with :math:`c = \max(0, (M - D) / (D (M - 1)))`, the
-    least mean squared cosine (Welch 1974). For `M <= D` orthogonal features attain
-    :math:`-2 t`; for `M > D` equiangular tight frames attain the bound, where they
-    exist. Without normalisation it is at least :math:`-2 t`.
+    :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u, v)^2 - 1))`; with `pairs="all"`
+    the mean takes `u = v` too. On the sphere the loss is at least :math:`2 t (c - 1)`
+    with :math:`c = \max(0, (M - D) / (D (M - 1)))`, the least mean squared cosine
+    (Welch 1974). For `M <= D` orthogonal features attain :math:`-2 t`; for `M > D`
+    equiangular tight frames attain the bound, where they exist. Without normalisation
+    the loss is at least :math:`-2 t`.
     """
 
     of_inner_products: ClassVar[bool] = True
