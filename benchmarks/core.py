@@ -123,7 +123,7 @@ def stage_one(
             "gram",
             {
                 "gram": lambda m=memories, s=start, d=d: uhop.fit_sgd(
-                    m, rate=10.0 / d, steps=steps, start=s, path="gram"
+                    m, relative_rate=10.0 / d, steps=steps, start=s, path="gram"
                 ),
                 "Optax on W": lambda m=memories, s=start, o=optimizer: uhop.fit(
                     m, optimizer=o, steps=steps, start=s

@@ -117,8 +117,8 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
     # Start and rate are for the fair protocol; each further protocol has its own.
     config.stage_one.start = "identity"  # or "gaussian", the paper's
-    config.stage_one.rate = 0.03  # in units of the dimension: W moves by rate * d
-    config.stage_one.rates = (1.0,)  # multiples of the rate, or of the paper's 1
+    config.stage_one.relative_rate = 0.03  # in units of d: W moves by 0.03 * d
+    config.stage_one.rate_factors = (1.0,)  # of the rate, or of the paper's 1
     config.stage_one.steps = ()  # N, a kernel each; () is the paper's N
     config.stage_one.ridges = RIDGES  # of the closed form
 

@@ -108,7 +108,7 @@ def local_minimum() -> Finding:
 def condition_of_proof() -> Finding:
     """The last condition of the proof, which is always met."""
     memories, t, beta, alpha = theorems.sphere(1, 5, 6), 2.0, 4.0, 1.5
-    rbf = theory.log_rbf(memories, memories, scale=t)
+    rbf = theory.log_rbf(memories, memories, t=t)
     others = jnp.where(jnp.eye(5, dtype=bool), -jnp.inf, rbf).max(-1)
     need = 2 * t / (beta * (alpha - 1))
     met, turned = others <= need, others <= -need

@@ -72,7 +72,7 @@ FIXED = _methods(
 PAIRS = _methods("MHM", "Sparse MHM", "U-Hop", "U-Hop sparse")
 BOTH = _methods("U-Hop", "U-Hop max")
 LOSSES = f"{BOTH} --config.memories='(10,50,100,200)'"
-RATES = "--config.stage_one.rates='(0.1,1.0,10.0,100.0)'"
+RATES = "--config.stage_one.rate_factors='(0.1,1.0,10.0,100.0)'"
 DEPENDENT = (
     "--config.memories='(100,)' "
     '--config.corruption.kinds=\'("block","blur","shift")\''

@@ -179,7 +179,7 @@ def exact() -> Finding:
     t, alpha, beta = 2.0, 1.5, 4.0
     for seed in range(20):
         memories = sphere(seed, 5, 6)
-        rbf = theory.log_rbf(memories, memories, scale=t)
+        rbf = theory.log_rbf(memories, memories, t=t)
         others = jnp.where(jnp.eye(5, dtype=bool), -jnp.inf, rbf).max(-1)
         need = 2 * t / (beta * (alpha - 1))
         weights = uhop.retrieve(
@@ -267,11 +267,9 @@ def representation() -> Finding:
 def deep_loss() -> Finding:
     """The loss of orthonormal features and of their neighbours."""
     orthonormal = jnp.linalg.qr(gaussian(0, 6, 5))[0].T
-    at = float(uhop.separation_loss(orthonormal, kind="deep", t=2.0))
-    others = [
-        float(uhop.separation_loss(orthonormal + 0.3 * gaussian(i, 5, 6), kind="deep"))
-        for i in range(50)
-    ]
+    loss = uhop.DeepLoss(t=2.0)
+    at = float(loss(orthonormal))
+    others = [float(loss(orthonormal + 0.3 * gaussian(i, 5, 6))) for i in range(50)]
     above = sum(x > at for x in others)
     return Finding(
         "dfn:separation-loss",
@@ -293,7 +291,7 @@ def descent() -> Finding:
         far = np.linalg.norm(np.linalg.pinv(a) @ (a @ start))
         for steps in range(1, 40):
             x = x - step * hessian @ x
-            limit = theory.gradient_descent_bound(far, step_size=step, steps=steps)
+            limit = theory.gradient_descent_bound(far, learning_rate=step, steps=steps)
             right += int(0.5 * x @ hessian @ x <= float(limit))
             total += 1
     return Finding(
@@ -308,9 +306,8 @@ def descent() -> Finding:
 
 def plain_loss(weights: Array, memories: Array) -> float:
     """The average separation loss as the paper defines it: all pairs, no norms."""
-    return float(
-        uhop.separation_loss(memories @ weights.T, normalize=False, pairs="all", t=2.0)
-    )
+    loss = uhop.AverageLoss(t=2.0, normalize=False, pairs="all")
+    return float(loss(memories @ weights.T))
 
 
 def convexity() -> Finding:
@@ -335,7 +332,7 @@ def convexity() -> Finding:
 def on_the_sphere() -> Finding:
     """The kernel and the squared distance of unit features."""
     memories, query = sphere(0, 5, 6), sphere(1, 4, 6)
-    rbf = theory.log_rbf(memories, query, scale=1.3)
+    rbf = theory.log_rbf(memories, query, t=1.3)
     gap = float(jnp.abs(rbf - (2 * 1.3 * query @ memories.T - 2 * 1.3)).max())
     close = gap < 1e-12
     return Finding(

@@ -230,7 +230,7 @@ def test_known_masks_try_no_kernel_that_differs_for_each_query():
 
 def test_given_candidates_and_separations_are_tried_alone():
     memories = MEMORIES[:12].astype(jnp.float64)
-    trained = fit_sgd(memories, rate=1.0, steps=20).kernel
+    trained = fit_sgd(memories, relative_rate=1.0, steps=20).kernel
     candidates = {"plain": Dot(), "trained": Dot(trained), "angle": Cosine(trained)}
     separations = [Softmax(), Sparsemax()]
     model = calibrate(

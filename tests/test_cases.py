@@ -13,9 +13,12 @@ from test_stage_one import naive_loss, naive_separation
 
 import uhop_jax
 from uhop_jax import (
+    AverageLoss,
     Cosine,
+    DeepLoss,
     Dot,
     Entmax,
+    MaximumLoss,
     Model,
     NegativeL1,
     NegativeL2,
@@ -39,7 +42,6 @@ from uhop_jax import (
     posterior_mean,
     retrieve,
     retrieve_streamed,
-    separation_loss,
     smallest_separation,
     trajectory,
 )
@@ -505,10 +507,10 @@ PUBLIC_CALLS = {
     "converge": lambda x, q, sep: converge(Model(separation=sep, beta=2.0), x, q),
     "trajectory": lambda x, q, sep: trajectory(Model(separation=sep, beta=2.0), x, q),
     "energy": lambda x, q, sep: energy(Model(separation=sep, beta=2.0), x, q),
-    "separation_loss": lambda x, q, sep: separation_loss(x),
+    "AverageLoss": lambda x, q, sep: AverageLoss()(x),
     "smallest_separation": lambda x, q, sep: smallest_separation(x),
     "fit": lambda x, q, sep: fit(x, optimizer=optax.sgd(0.1), steps=2),
-    "fit_sgd": lambda x, q, sep: fit_sgd(x, rate=0.1, steps=2),
+    "fit_sgd": lambda x, q, sep: fit_sgd(x, relative_rate=0.1, steps=2),
     "fit_annealed": lambda x, q, sep: fit_annealed(KEY, x, steps=2, restarts=1),
     "fit_closed_form": lambda x, q, sep: fit_closed_form(x),
     "fit_likelihood": lambda x, q, sep: fit_likelihood(KEY, x, Noise(0.1), copies=4),
@@ -525,7 +527,7 @@ PUBLIC_CALLS = {
 NO_FLOATS = {  # no floats in, or no floats out but the floats in
     *("check", "load", "save", "memory_mesh", "shard_memories"),
     *("gaussian_start", "identity_start"),
-    *("separation_from_name", "similarity_from_name"),
+    *("loss_from_name", "separation_from_name", "similarity_from_name"),
 }
 
 
@@ -567,13 +569,13 @@ def test_uc32_float64_is_exact(sep):
 PATTERNS = np.random.default_rng(3).normal(size=(5, 4))
 
 
-@pytest.mark.parametrize("kind", ["average", "maximum", "deep"])
+@pytest.mark.parametrize("kind", [AverageLoss, MaximumLoss, DeepLoss])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_uc32_float64_losses_are_exact(kind, normalize):
-    options = {"kind": kind, "normalize": normalize, "pairs": "distinct"}
-    loss = separation_loss(jnp.asarray(PATTERNS), t=1.3, **options)
-    expected = naive_loss(PATTERNS, 1.3, **options)
-    np.testing.assert_allclose(loss, expected, rtol=0, atol=1e-12)
+    loss = kind(t=1.3, normalize=normalize)
+    expected = naive_loss(PATTERNS, loss)
+    actual = loss(jnp.asarray(PATTERNS))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
     separation = smallest_separation(jnp.asarray(PATTERNS))
     np.testing.assert_allclose(separation, naive_separation(PATTERNS), atol=1e-12)
 
@@ -593,7 +595,8 @@ def test_uc32_float64_fits_are_exact(path):
     memories, W = jnp.asarray(PATTERNS), np.asarray(identity_start(4).weights)
     for _ in range(3):
         W = naive_step(W, 1e-2, 0.3)
-    options = {"rate": 1e-2, "t": 0.3, "normalize": False, "path": path}
+    loss = AverageLoss(t=0.3, normalize=False)
+    options = {"relative_rate": 1e-2, "loss": loss, "path": path}
     kernel = fit_sgd(memories, steps=3, **options).kernel
     np.testing.assert_allclose(kernel.weights, W, rtol=0, atol=1e-12)
     assert abs(W - identity_start(4).weights).max() > 1e-2

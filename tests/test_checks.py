@@ -21,7 +21,7 @@ def retrieving(mask=None, **options):
 
 
 def fitting(**options):
-    return lambda: uj.fit_sgd(X, **({"rate": 0.1, "steps": 2} | options))
+    return lambda: uj.fit_sgd(X, **({"relative_rate": 0.1, "steps": 2} | options))
 
 
 def with_kernel(make):
@@ -33,10 +33,10 @@ CASES = [
     (retrieving(beta="a"), "beta must be a number, got 'a'"),
     (lambda: uj.Entmax("a")(X), "alpha must be a number, got 'a'"),
     (lambda: uj.Entmax(None)(X), "alpha must be a number, got None"),
-    (fitting(t=ONES), r"t must be one number, got shape \(3,\)"),
+    (fitting(loss=uj.AverageLoss(ONES)), r"t must be one number, got shape \(3,\)"),
     (fitting(momentum=ONES / 2), r"momentum must be one number, got shape \(3,\)"),
     (
-        lambda: uj.separation_loss(X[None], t=jnp.asarray([1.0, 2.0])),
+        lambda: uj.AverageLoss(jnp.asarray([1.0, 2.0]))(X[None]),
         r"t must be one number, got shape \(2,\)",
     ),
     (
@@ -48,8 +48,8 @@ CASES = [
         r"learning_rate must be one number, got shape \(3,\)",
     ),
     (
-        lambda: theory.log_rbf(X, X, scale=ONES),
-        r"scale must be one number, got shape \(3,\)",
+        lambda: theory.log_rbf(X, X, t=ONES),
+        r"t must be one number, got shape \(3,\)",
     ),
     (
         lambda: theory.stored(KEY, Model(beta=1.0), X, tolerance=ONES),
@@ -61,7 +61,7 @@ CASES = [
     ),
     # Arrays and sequences.
     (retrieving(mask="yes"), "mask must be boolean .* got 'yes'"),
-    (fitting(rate="fast"), "rate must be a numeric array"),
+    (fitting(relative_rate="fast"), "relative_rate must be a numeric array"),
     (
         lambda: theory.representation(
             jnp.eye(2), jnp.full((2, 2), 0.5), beta=1.0, scale=ONES
@@ -71,7 +71,7 @@ CASES = [
     (lambda: theory.metastable_size(0.5), r"weights must have shape \(..., M\)"),
     (lambda: theory.effective_memories(0.5), r"weights must have shape \(..., M\)"),
     (
-        lambda: uj.separation_loss(X, where=np.ones(5)),
+        lambda: uj.AverageLoss()(X, where=np.ones(5)),
         r"where must be boolean \(true for valid patterns\), got dtype float64",
     ),
     (fitting(snapshots=1), "snapshots must be a sequence of integers, got 1"),
@@ -280,7 +280,7 @@ def test_a_traced_number_out_of_range_gives_nan():
         return (
             uj.retrieve(uj.Model(beta=x), memories, memories).state,
             uj.retrieve_streamed(uj.Model(beta=x), memories, memories).state,
-            uj.separation_loss(memories, t=x),
+            uj.AverageLoss(x)(memories),
             theory.pattern_separation(memories, distance=x),
         )
 

@@ -16,6 +16,7 @@ from uhop_jax import (
     Model,
     NegativeSquaredL2,
     Noise,
+    NormNoise,
     calibrate,
     fit_likelihood,
     posterior_mean,
@@ -38,7 +39,7 @@ CORRUPTIONS = [
     Noise(0.3),
     Noise(0.3, low=None, high=None),
     Noise(0.3, low=-0.1, high=None),
-    Noise(0.5, kind="norm"),
+    NormNoise(0.5),
     halve,
 ]
 
@@ -105,7 +106,7 @@ def test_clamped_patterns_are_in_the_range_of_their_dtype(dtype):
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
 def test_norm_noise_has_the_given_norm(scale):
-    noise = Noise(scale, low=None, high=None, kind="norm")
+    noise = NormNoise(scale, low=None, high=None)
     patterns = images(5, 7, 12)
     norms = np.linalg.norm(noise(KEY, patterns) - patterns, axis=-1)
     assert_close(norms, np.full((5, 7), scale))
@@ -328,9 +329,10 @@ def unkeyed(key, patterns):
         (lambda x: Mask(True)(KEY, x), "fraction must be a number, got True"),
         (lambda x: Noise(-1.0)(KEY, x), "scale must be at least 0, got -1"),
         (lambda x: Noise(np.nan)(KEY, x), "scale must be at least 0, got nan"),
+        (lambda x: NormNoise(-1.0)(KEY, x), "scale must be at least 0, got -1"),
         (
-            lambda x: Noise(kind="salt")(KEY, x),
-            "unknown kind of noise 'salt'; choose one of pixel, norm",
+            lambda x: NormNoise()(KEY, 3 * x - 1),
+            r"patterns must be in the range \[0.0, 1.0\] to which NormNoise clamps",
         ),
         (
             lambda x: Noise()(KEY, 3 * x - 1),
@@ -369,8 +371,8 @@ def unkeyed(key, patterns):
         ),
         (lambda x: Noise(np.ones(4))(KEY, x), "scale must be one number"),
         (
-            lambda x: Noise(kind="norm").log_likelihood(x, x),
-            "closed for kind 'pixel' alone, got kind 'norm'",
+            lambda x: posterior_mean(NormNoise(), x, x),
+            "corruption must have a likelihood in closed form, .*, got NormNoise",
         ),
         (lambda x: posterior_mean(Mask(), x, x[:, :3]), "dimension 4, queries 3"),
         (

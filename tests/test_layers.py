@@ -676,10 +676,10 @@ def test_separation_losses_move_the_kernel_alone():
     before = nnx.to_pure_dict(nnx.state(model))
     losses, gaps = separation_losses(model, STATE)
     features = [STATE, model.first(STATE)]
-    expected = [uhop.separation_loss(f).mean() for f in features]
+    expected = [uhop.AverageLoss()(f).mean() for f in features]
     assert_close(losses, jnp.stack(expected))
     number, size = STATE.shape[-2:]
-    least = uhop.losses.least_separation_loss(number, size)
+    least = uhop.AverageLoss().least(number, size)
     assert_close(gaps, losses - float(least))
     after = nnx.to_pure_dict(nnx.state(model))
     assert jax.tree.structure(before) == jax.tree.structure(after)

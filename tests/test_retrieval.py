@@ -23,6 +23,7 @@ from uhop_jax import (
     Cosine,
     Dot,
     Entmax,
+    Identity,
     LikelihoodKernel,
     LinearKernel,
     Model,
@@ -70,8 +71,9 @@ SEPARATIONS = [
 
 
 def label(x):
-    kernel = getattr(x, "kernel", None)
-    return repr(x) if kernel is None else f"{type(x).__name__}-{type(kernel).__name__}"
+    kernel = getattr(x, "kernel", Identity())
+    plain = kernel == Identity()
+    return repr(x) if plain else f"{type(x).__name__}-{type(kernel).__name__}"
 
 
 def each(name, members):
@@ -239,7 +241,7 @@ def test_memory_sets_equal_a_loop_over_sets(similarity, restricted):
     observed = query < 0.5 if restricted else None
     beta, mask = jnp.asarray([[0.5], [1.0], [2.0]]), memories[:, None, :, 0] < 0.8
     options = dict(
-        steps=2 if similarity.kernel is None or similarity.kernel.has_energy else 1,
+        steps=2 if similarity.kernel.has_energy else 1,
         values=memories[..., :2],
     )
     result = retrieve(
@@ -250,7 +252,7 @@ def test_memory_sets_equal_a_loop_over_sets(similarity, restricted):
         observed=observed,
         **options,
     )
-    stacked = similarity.kernel is not None and similarity.kernel.set_axes
+    stacked = similarity.kernel.set_axes
     for i in range(3):
         kernel = similarity.kernel
         if stacked:
@@ -583,7 +585,7 @@ def test_energies_are_of_the_returned_features_and_never_rise(similarity):
         beta=10 ** rng.uniform(-1, 1, 20), separation=Entmax(rng.uniform(1, 2, 20))
     )
     path = trajectory(Model(similarity=similarity, **options), memories, query, steps=4)
-    keys, bare = similarity.keys(memories), with_kernel(similarity, None)
+    keys, bare = similarity.keys(memories), with_kernel(similarity, Identity())
     assert path.features.shape == (20, 5, keys.shape[-1])
     for step in range(5):
         own = energy(Model(similarity=bare, **options), keys, path.features[:, step])
@@ -628,7 +630,8 @@ ENERGETIC = [
     for separation in (Entmax(), TopK(3), Softmax1())
     if isinstance(separation, Entmax)
     or (
-        similarity.kernel is None and Model(similarity, separation, beta=1.0).has_energy
+        similarity.kernel == Identity()
+        and Model(similarity, separation, beta=1.0).has_energy
     )
 ]
 
@@ -696,7 +699,7 @@ def test_which_models_have_an_energy(separation, similarity, expected):
         ValueError, match=f"no energy is known that .*{type(separation).__name__}"
     ):
         energy(model, memories, query)
-    if similarity.kernel is None:
+    if similarity.kernel == Identity():
         assert converge(model, memories, query).energy is None
 
 

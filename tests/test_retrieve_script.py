@@ -188,7 +188,7 @@ def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
     changes["methods"] = ("MHM", "U-Hop", "U-Hop max")
     losses = {}
     for rates in ((1.0,), (10, 1, 0.1)):
-        config = get_config("losses", **changes, **{"stage_one.rates": rates})
+        config = get_config("losses", **changes, **{"stage_one.rate_factors": rates})
         workdir = tmp_path / str(len(rates))
         experiments.run(config, workdir)
         rows = read(workdir / "results.csv")
@@ -364,12 +364,18 @@ def test_the_cells_of_a_run_show_its_progress(tmp_path, monkeypatch, variant):
         ({"corruption.levels.mask": (1.5,)}, "mask must be in \\[0, 1\\], got 1.5"),
         ({"corruption.levels.mask": (-0.5,)}, "levels must be at least 0, got -0.5"),
         ({"stage_one.t": -1.0}, "stage_one.t must be positive and finite, got -1.0"),
-        ({"stage_one.rate": 0.0}, "stage_one.rate must be positive"),
-        ({"stage_one.rates": ()}, "stage_one.rates must name at least one"),
-        ({"stage_one.rates": (1.0, -2.0)}, "stage_one.rates must be positive"),
+        ({"stage_one.relative_rate": 0.0}, "stage_one.relative_rate must be positive"),
         (
-            {"stage_one.rates": (0.1, 1), "protocol": "reference"},
-            r"stage_one.rates must be \(1.0,\) where .*, got \(0.1, 1\)",
+            {"stage_one.rate_factors": ()},
+            "rate_factors must name at least one",
+        ),
+        (
+            {"stage_one.rate_factors": (1.0, -2.0)},
+            "rate_factors must be positive",
+        ),
+        (
+            {"stage_one.rate_factors": (0.1, 1), "protocol": "reference"},
+            r"stage_one.rate_factors must be \(1.0,\) where .*, got \(0.1, 1\)",
         ),
         ({"stage_one.steps": (3, -1)}, "stage_one.steps must be at least 0, got -1"),
         ({"stage_one.start": "warm"}, "choose one of gaussian, identity"),

@@ -62,8 +62,8 @@ stored = memories[:12]
 split = uhop.shard_memories(stored, mesh, over="components").memories
 sgd = optax.sgd(0.5)
 for fit in (functools.partial(uhop.fit, optimizer=sgd),
-            functools.partial(uhop.fit_sgd, rate=0.03, path="weights"),
-            functools.partial(uhop.fit_sgd, rate=0.03, path="gram")):
+            functools.partial(uhop.fit_sgd, relative_rate=0.03, path="weights"),
+            functools.partial(uhop.fit_sgd, relative_rate=0.03, path="gram")):
     @jax.jit
     def run(memories):
         fitted = fit(memories, steps=20)
@@ -132,10 +132,11 @@ def few(memories, parameters, queries, bags):
     yield nnx.merge(graphs[3], parameters[3])(bags)
 
 def fits(sets):
-    fitted = [uhop.fit_sgd(sets, rate=0.1, steps=2, path=path, snapshots=(1,)).loss
+    options = dict(relative_rate=0.1, steps=2, snapshots=(1,))
+    fitted = [uhop.fit_sgd(sets, path=path, **options).loss
               for path in ("weights", "gram")]
     annealed = uhop.fit_annealed(jax.random.key(0), sets, steps=2, restarts=2)
-    return *fitted, annealed.loss, uhop.separation_loss(sets, normalize=False)
+    return *fitted, annealed.loss, uhop.AverageLoss(normalize=False)(sets)
 
 def slopes_of(results):
     def losses(memories, parameters, queries, bags):

@@ -1,7 +1,5 @@
 """Similarities, against definitions written out for one query at a time."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +14,7 @@ from uhop_jax import (
     Centering,
     Cosine,
     Dot,
+    Identity,
     LikelihoodKernel,
     LinearKernel,
     LowRankKernel,
@@ -36,7 +35,7 @@ def normal(*shape, seed=0, dtype=jnp.float64):
 
 
 KERNELS = {
-    "none": None,
+    "none": Identity(),
     "square": LinearKernel(normal(DIMENSION, DIMENSION, seed=1)),
     "rectangular": LinearKernel(
         normal(3, DIMENSION, seed=2), normal(DIMENSION, seed=3)
@@ -69,13 +68,18 @@ def each(similarities):
     )
 
 
+def plain(similarity):
+    """Whether a similarity compares raw patterns."""
+    return isinstance(similarity.kernel, Identity)
+
+
 def combines(similarity):
     """Whether a similarity is a distance of features; other cases cover its parts."""
-    return isinstance(similarity, DISTANCES) and similarity.kernel is not None
+    return isinstance(similarity, DISTANCES) and not plain(similarity)
 
 
 every_similarity = each(SIMILARITIES)
-without_kernel = each({k: s for k, s in SIMILARITIES.items() if s.kernel is None})
+without_kernel = each({k: s for k, s in SIMILARITIES.items() if plain(s)})
 on_features = each({k: s for k, s in SIMILARITIES.items() if s.kernel != LIKELIHOOD})
 
 
@@ -83,7 +87,7 @@ def _features(kernel, x, observed, center="center"):
     x = np.asarray(x, np.float64)
     seen = np.ones(x.shape[-1], bool) if observed is None else np.asarray(observed)
     match kernel:
-        case None:
+        case Identity():
             return x[..., seen]
         case LinearKernel():
             center = 0.0 if kernel.center is None else np.asarray(kernel.center)
@@ -180,7 +184,7 @@ def test_gram(similarity):
     memories = normal(COUNT, DIMENSION)
     gram = similarity.gram(memories)
     assert_close(gram, naive_overlaps(similarity, memories, memories))
-    one_map = similarity.kernel is None or similarity.kernel.has_energy
+    one_map = similarity.kernel.has_energy
     if isinstance(similarity, Cosine) and one_map:
         assert_close(jnp.diagonal(gram), np.ones(COUNT))
     if isinstance(similarity, DISTANCES) and one_map:
@@ -220,7 +224,7 @@ def test_gradient_over_the_observed(similarity):
 @every_similarity
 def test_gradient(similarity):
     memories, query = normal(COUNT, DIMENSION), normal(2, DIMENSION, seed=7)
-    modes = ("fwd", "rev") if similarity.kernel is None else ("rev",)
+    modes = ("fwd", "rev") if plain(similarity) else ("rev",)
     check_grads(overlaps, (similarity, memories, query), 1, modes)
 
 
@@ -274,7 +278,7 @@ def test_cosine_of_tiny_and_huge_vectors(size):
 
 @slow_where(
     lambda similarity, dtype: (
-        combines(similarity) or (similarity.kernel is not None and dtype == jnp.float16)
+        combines(similarity) or (not plain(similarity) and dtype == jnp.float16)
     )
 )
 @every_dtype
@@ -282,13 +286,10 @@ def test_cosine_of_tiny_and_huge_vectors(size):
 def test_dtypes(similarity, dtype):
     memories = normal(COUNT, DIMENSION, dtype=dtype)
     query = normal(4, DIMENSION, seed=7, dtype=dtype)
-    kernel = similarity.kernel
-    if kernel is not None:
-        kernel = jax.tree.map(lambda leaf: leaf.astype(dtype), kernel)
-        similarity = dataclasses.replace(similarity, kernel=kernel)
+    similarity = jax.tree.map(lambda leaf: leaf.astype(dtype), similarity)
     z = overlaps(similarity, memories, query)
     assert z.dtype == max(dtype, jnp.dtype(jnp.float32), key=lambda d: d.itemsize)
-    floor = TOLERANCES[dtype] * (1 if kernel is None else 5)
+    floor = TOLERANCES[dtype] * (1 if plain(similarity) else 5)
     widened = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), similarity)
     assert_close(z, naive_overlaps(widened, memories, query), floor=floor)
 
@@ -336,7 +337,7 @@ def test_no_two_similarities_share_a_structure():
 
 
 @pytest.mark.parametrize("name", REGISTERED)
-@pytest.mark.parametrize("kernel", [None, KERNELS["square"]])
+@pytest.mark.parametrize("kernel", [Identity(), KERNELS["square"]])
 def test_similarity_from_name(name, kernel):
     similarity = similarity_from_name(name, kernel)
     assert type(similarity) is REGISTERED[name]
@@ -368,6 +369,7 @@ MEMORIES, QUERY = jnp.ones((3, 5)), jnp.ones(5)
             lambda: Dot(jnp.ones((5, 5)))(MEMORIES, QUERY),
             r"kernel must be a Kernel such as LinearKernel\(weights\)",
         ),
+        (lambda: Dot(None)(MEMORIES, QUERY), "kernel must be .* got NoneType"),
         (
             lambda: Cosine(LIKELIHOOD)(MEMORIES, QUERY),
             "LikelihoodKernel compares by Dot alone, got Cosine",

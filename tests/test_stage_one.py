@@ -1,5 +1,6 @@
 """Stage I: losses, gradient descent, closed form, likelihood, and U-Hop+."""
 
+import dataclasses
 import itertools
 import re
 
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from uhop_jax import (
+    AverageLoss,
     Cosine,
+    DeepLoss,
     Dot,
     LinearKernel,
     LowRankKernel,
     Mask,
+    MaximumLoss,
     Model,
     Noise,
     fit,
@@ -30,25 +34,37 @@ from uhop_jax import (
     identity_start,
     posterior_mean,
     retrieve,
-    separation_loss,
     smallest_separation,
 )
 from uhop_jax.closed_form import whitenings
 from uhop_jax.kernels import bins
-from uhop_jax.losses import LOSSES, PAIRS, least_separation_loss
+from uhop_jax.losses import LOSSES, SeparationLoss, loss_from_name
 
 KEY = jax.random.key(0)
 VARIANTS = [
-    {"kind": kind, "normalize": normalize, "pairs": pairs}
-    for kind, normalize, pairs in itertools.product(LOSSES, (True, False), PAIRS)
+    AverageLoss(),
+    AverageLoss(pairs="all"),
+    AverageLoss(normalize=False),
+    AverageLoss(normalize=False, pairs="all"),
+    MaximumLoss(),
+    MaximumLoss(normalize=False),
+    DeepLoss(),
+    DeepLoss(pairs="all"),
+    DeepLoss(normalize=False),
+    DeepLoss(normalize=False, pairs="all"),
 ]
-every_variant = pytest.mark.parametrize(
-    "variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values()))
-)
+
+
+def all_pairs(loss):
+    return getattr(loss, "pairs", "distinct") == "all"
+
+
+every_variant = pytest.mark.parametrize("loss", VARIANTS, ids=repr)
 every_space = pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if v["pairs"] == "distinct"], ids=str
+    "loss", [loss for loss in VARIANTS if not all_pairs(loss)], ids=repr
 )
-every_kind = pytest.mark.parametrize("kind", LOSSES)
+every_kind = pytest.mark.parametrize("kind", LOSSES.values())
+of_distances = pytest.mark.parametrize("kind", [AverageLoss, MaximumLoss])
 few_examples = settings(deadline=None, max_examples=25)
 some_features = npst.arrays(np.float64, (5, 3), elements=st.floats(-2, 2, width=16))
 
@@ -64,19 +80,21 @@ def draw(*shape, seed=0, dtype=jnp.float64):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def naive_loss(features, t, *, kind, normalize, pairs):
+def naive_loss(features, loss):
     if len(features) < 2:
         return 0.0
     features = np.asarray(features)
-    if normalize:
+    if loss.normalize:
         features = [f / np.linalg.norm(f) for f in features]
     exponents = []
     for (u, f), (v, g) in itertools.product(enumerate(features), repeat=2):
-        if u == v and (pairs == "distinct" or kind == "maximum"):
+        if u == v and not all_pairs(loss):
             continue
-        deep = 2 * t * ((f @ g) ** 2 - 1)
-        exponents.append(deep if kind == "deep" else -t * ((f - g) ** 2).sum())
-    if kind == "maximum":
+        if isinstance(loss, DeepLoss):
+            exponents.append(2 * loss.t * ((f @ g) ** 2 - 1))
+        else:
+            exponents.append(-loss.t * ((f - g) ** 2).sum())
+    if isinstance(loss, MaximumLoss):
         return max(exponents)
     top = max(exponents)
     return top + np.log(np.mean(np.exp(np.asarray(exponents) - top)))
@@ -89,67 +107,81 @@ def naive_separation(features):
 
 # The losses.
 
-jitted_loss = jax.jit(separation_loss, static_argnames=("kind", "normalize", "pairs"))
-loss_slope = jax.jit(
-    jax.grad(separation_loss), static_argnames=("kind", "normalize", "pairs")
-)
+
+@jax.jit
+def value_of(loss, features, where=None):
+    return loss(features, where=where)
 
 
-@slow_where(lambda variant: variant["pairs"] == "all")
+@jax.jit
+def slope_of(loss, features, where=None):
+    return jax.grad(lambda features: loss(features, where=where))(features)
+
+
+@slow_where(all_pairs)
 @every_variant
-def test_loss_is_the_double_loop_over_batches_and_valid_patterns(variant):
+def test_loss_is_the_double_loop_over_batches_and_valid_patterns(loss):
+    loss = dataclasses.replace(loss, t=1.3)
     features = draw(2, 3, 5, 4)
     where = np.ones((2, 3, 5), bool)
     where[0, 1, 3:] = where[1, 0, 1:] = where[1, 2] = False
     padded = jnp.where(where[..., None], features, jnp.nan)
-    unmasked = separation_loss(features, t=1.3, **variant)
-    masked = separation_loss(padded, t=1.3, where=jnp.asarray(where), **variant)
+    unmasked = loss(features)
+    masked = loss(padded, where=jnp.asarray(where))
     assert unmasked.shape == masked.shape == (2, 3)
     for index in np.ndindex(2, 3):
-        assert_close(unmasked[index], naive_loss(features[index], 1.3, **variant))
+        assert_close(unmasked[index], naive_loss(features[index], loss))
         valid = features[index][where[index]]
-        assert_close(masked[index], naive_loss(valid, 1.3, **variant))
+        assert_close(masked[index], naive_loss(valid, loss))
 
 
 @every_space
-def test_loss_has_the_slope_of_finite_differences(variant):
+def test_loss_has_the_slope_of_finite_differences(loss):
     features, where = draw(4, 3), jnp.asarray([True, True, False, True])
-    options = dict(variant, where=where)
-    slope = loss_slope(features, **options)
+    slope = slope_of(loss, features, where)
     for index in np.ndindex(4, 3):
         step = 1e-5 * (np.arange(12) == 3 * index[0] + index[1]).reshape(4, 3)
-        up, down = (jitted_loss(features + x, **options) for x in (step, -step))
+        up, down = (value_of(loss, features + x, where) for x in (step, -step))
         assert_close(slope[index], (up - down) / 2e-5, floor=1e-7)
-    padded = loss_slope(features.at[2].set(jnp.nan), **options)
+    padded = slope_of(loss, features.at[2].set(jnp.nan), where)
     assert_close(padded, slope)
     assert not slope[2].any()
 
 
+@every_variant
+def test_loss_has_a_slope_in_t(loss):
+    def of_t(t):
+        return dataclasses.replace(loss, t=t)(draw(4, 3))
+
+    slope = jax.jit(jax.grad(of_t))(2.0)
+    assert_close(slope, (of_t(2 + 1e-5) - of_t(2 - 1e-5)) / 2e-5, floor=1e-7)
+
+
 @every_space
-def test_loss_of_coincident_features_has_finite_gradients(variant):
+def test_loss_of_coincident_features_has_finite_gradients(loss):
     for features in (jnp.zeros((4, 3)), jnp.ones((4, 3)), draw(4, 3).at[0].set(0.0)):
         where = jnp.ones(4, bool)
-        assert np.isfinite(jitted_loss(features, where=where, **variant))
-        assert np.isfinite(loss_slope(features, where=where, **variant)).all()
+        assert np.isfinite(value_of(loss, features, where))
+        assert np.isfinite(slope_of(loss, features, where)).all()
 
 
 @every_variant
 @few_examples
 @given(features=some_features, scale=st.floats(0.1, 10), seed=st.integers(0, 99))
-def test_loss_invariances(variant, features, scale, seed):
+def test_loss_invariances(loss, features, scale, seed):
     rng = np.random.default_rng(seed)
     rotation = np.linalg.qr(rng.normal(size=(3, 3)))[0]
-    loss = jitted_loss(features, **variant)
+    value = value_of(loss, features)
     for same in (-features, rng.permutation(features), features @ rotation):
-        assert_close(jitted_loss(same, **variant), loss)
-    scaled = jitted_loss(scale * features, **variant)
-    if variant["normalize"]:
-        assert_close(scaled, loss)
-    elif variant["kind"] != "deep":  # larger features have a lower loss
-        assert (loss - scaled) * np.sign(scale - 1) >= -1e-10
+        assert_close(value_of(loss, same), value)
+    scaled = value_of(loss, scale * features)
+    if loss.normalize:
+        assert_close(scaled, value)
+    elif not isinstance(loss, DeepLoss):  # larger features have a lower loss
+        assert (value - scaled) * np.sign(scale - 1) >= -1e-10
 
 
-@pytest.mark.parametrize("kind", ["average", "maximum"])
+@of_distances
 @few_examples
 @given(weights=some_features)
 def test_unnormalised_loss_is_even_with_its_maximum_at_zero(kind, weights):
@@ -157,18 +189,17 @@ def test_unnormalised_loss_is_even_with_its_maximum_at_zero(kind, weights):
 
     def loss(weights):
         features = LinearKernel(jnp.asarray(weights)).memory_features(memories)
-        return jitted_loss(features, kind=kind, normalize=False)
+        return value_of(kind(normalize=False), features)
 
     assert loss(weights) == loss(-weights)
     assert loss(0 * weights) == 0 >= loss(weights)
 
 
-@pytest.mark.parametrize("kind", ["average", "maximum"])
+@of_distances
 def test_loss_is_not_convex(kind):
     weights, memories = draw(2, 3, seed=1), draw(4, 3)
     ends, middle = (
-        separation_loss(memories @ w.T, kind=kind, normalize=False)
-        for w in (weights, 0 * weights)
+        kind(normalize=False)(memories @ w.T) for w in (weights, 0 * weights)
     )
     assert middle > ends + 0.1  # the chord from -W to W is below the loss at 0
 
@@ -178,8 +209,8 @@ def test_loss_is_not_convex(kind):
 def test_average_loss_tends_to_the_maximum(features, normalize):
     t = 1e4
     average, maximum = (
-        jitted_loss(features, kind=kind, t=t, normalize=normalize) / t
-        for kind in ("average", "maximum")
+        value_of(kind(t, normalize), features) / t
+        for kind in (AverageLoss, MaximumLoss)
     )
     assert maximum - np.log(20) / t - 1e-12 <= average <= maximum + 1e-12
 
@@ -190,7 +221,7 @@ def test_average_loss_equals_the_loss_of_u_hop_plus(tau):
     unit = np.asarray(features) / np.linalg.norm(features, axis=-1, keepdims=True)
     cosines = (unit @ unit.T)[~np.eye(6, dtype=bool)]
     expected = np.log(np.mean(np.exp(cosines / tau))) - 1 / tau
-    assert_close(separation_loss(features, t=1 / (2 * tau)), expected)
+    assert_close(AverageLoss(1 / (2 * tau))(features), expected)
 
 
 FAR = {
@@ -199,16 +230,15 @@ FAR = {
 }
 
 
-@pytest.mark.parametrize("kind", ["average", "maximum"])
+@of_distances
 @pytest.mark.parametrize("far", FAR.values(), ids=FAR)
 def test_distances_of_far_features_do_not_cancel(far, kind):
-    options, t = {"kind": kind, "normalize": False}, 2.0
+    loss, t = kind(normalize=False), 2.0
     features, d = jnp.asarray(far, jnp.float32), far.shape[1]
-    expected = naive_loss(far, t, pairs="distinct", **options)
-    assert_close(separation_loss(features, **options), expected)
-    expected = naive_loss(far, t * d, pairs="distinct", **options)  # W = sqrt(d) I
+    assert_close(loss(features), naive_loss(far, loss))
+    expected = naive_loss(far, kind(t * d, normalize=False))  # W = sqrt(d) I
     for path in ("weights", "gram"):
-        fitted = fit_sgd(features, rate=1e-9, steps=1, path=path, **options)
+        fitted = fit_sgd(features, relative_rate=1e-9, steps=1, path=path, loss=loss)
         assert_close(fitted.loss[0], expected, floor=5e-3)  # the features are rounded
     if d == 1:
         moved = 1e-9 * d * 2 * t * (far[1] - far[0]) ** 2
@@ -224,37 +254,64 @@ def simplex(vertices):
 @pytest.mark.parametrize(
     ("kind", "features"),
     [
-        ("average", simplex(14)),
-        ("maximum", simplex(14)),
-        ("maximum", jnp.concatenate([jnp.eye(3), -jnp.eye(3)])),
-        ("deep", jnp.eye(5)[:3]),
-        ("deep", simplex(3)),  # more than can be orthogonal
+        (AverageLoss, simplex(14)),
+        (MaximumLoss, simplex(14)),
+        (MaximumLoss, jnp.concatenate([jnp.eye(3), -jnp.eye(3)])),
+        (DeepLoss, jnp.eye(5)[:3]),
+        (DeepLoss, simplex(3)),  # more than can be orthogonal
     ],
 )
 def test_bound_of_the_loss_is_attained(kind, features):
     M, D = features.shape
-    bound = least_separation_loss(M, D, kind=kind, t=2.0)
-    assert_close(separation_loss(3 * features, kind=kind), bound)
+    loss = kind(t=2.0)
+    bound = loss.least(M, D)
+    assert_close(loss(3 * features), bound)
     if M == 14:
         assert_close(bound, -4 * 14 / 13)
     elif M <= D:
         assert_close(bound, -4.0)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_no_loss_is_below_its_bound(kind):
+@every_variant
+def test_no_loss_is_below_its_bound(loss):
     """Also where gradient descent has separated as far as it can."""
+    rate = 0.3 if loss.normalize else 1e-3
     for M, D in ((1, 2), (2, 1), (4, 6), (9, 3)):
         features = draw(M, D)
         for _ in range(50):
-            slope = loss_slope(features, kind=kind, normalize=True, pairs="distinct")
-            features = features - 0.3 * slope
-        loss = separation_loss(features, kind=kind)
-        assert loss >= least_separation_loss(M, D, kind=kind) - 1e-9
-    numbers = jnp.asarray([0, 1, 2, 5])
-    bounds = least_separation_loss(numbers, 4, kind=kind)
+            features = features - rate * slope_of(loss, features)
+        assert loss(features) >= loss.least(M, D) - 1e-9
+    bounds = loss.least(jnp.asarray([0, 1, 2, 5]), 4)
     assert_close(bounds[:2], np.zeros(2))
     assert (bounds[2:] < 0).all()
+
+
+class MeanCosine(SeparationLoss):
+    """The mean cosine of distinct features, a loss as a user would write it."""
+
+    of_inner_products = True
+
+    def _exponents(self, pairs):
+        return self.t * pairs
+
+    def _reduce(self, exponents, valid, distinct):
+        counted = valid & distinct
+        total = jnp.where(counted, exponents, 0.0).sum((-2, -1))
+        return total / jnp.maximum(counted.sum((-2, -1), dtype=total.dtype), 1.0)
+
+    def _least(self, M, D):
+        return -0.5 / jnp.maximum(M - 1, 1.0)
+
+
+def test_a_loss_is_a_subclass():
+    loss, memories = MeanCosine(t=1.0), draw(M, D)
+    unit = np.asarray(memories) / np.linalg.norm(memories, axis=-1, keepdims=True)
+    expected = (unit @ unit.T)[~np.eye(M, dtype=bool)].mean()
+    assert_close(loss(memories), expected)
+    for path in ("gram", "weights"):
+        fitted = fit_sgd(memories, loss=loss, relative_rate=5, steps=300, path=path)
+        assert_close(fitted.loss[0], expected)
+        assert_close(fitted.loss[-1], loss.least(M, D), floor=1e-3)
 
 
 def test_smallest_separation_is_the_double_loop():
@@ -287,11 +344,11 @@ def rates_of(rate, steps):
     return np.broadcast_to(rate, steps)
 
 
-def reference_sgd(memories, weights, rates, momentum, **options):
+def reference_sgd(memories, weights, rates, momentum, loss):
     """Algorithm 1 as it is written: all weights from `W_0` to `W_N`."""
     path, velocity = [np.asarray(weights)], 0
     for rate in rates:
-        slope = loss_slope(np.asarray(memories) @ path[-1].T, **options)
+        slope = slope_of(loss, np.asarray(memories) @ path[-1].T)
         velocity = momentum * velocity + np.asarray(slope).T @ memories
         path.append(path[-1] - rate * D * velocity)
     return np.stack(path)
@@ -302,37 +359,39 @@ def relative(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-@slow_where(lambda variant: variant["kind"] != "average" or variant["pairs"] == "all")
+@slow_where(lambda loss: not isinstance(loss, AverageLoss) or all_pairs(loss))
 @pytest.mark.parametrize(
-    "variant",
-    [v for v in VARIANTS if v["normalize"] == (v["pairs"] == "distinct")],
-    ids=str,
+    "loss",
+    [
+        *(loss for loss in VARIANTS if loss.normalize != all_pairs(loss)),
+        MaximumLoss(normalize=False),
+    ],
+    ids=repr,
 )
-def test_sgd_is_algorithm_1_in_both_spaces(variant):
+def test_sgd_is_algorithm_1_in_both_spaces(loss):
     memories = 0.3 * draw(M, D)
     for name, rate, momentum in [
         ("identity", 1e-3, 0.0),
         ("gaussian", optax.exponential_decay(2e-3, 3, 0.5), 0.9),
     ]:
         start = STARTS[name].weights
-        expected = reference_sgd(
-            memories, start, rates_of(rate, 8), momentum, **variant
-        )
+        expected = reference_sgd(memories, start, rates_of(rate, 8), momentum, loss)
         assert np.linalg.norm(expected[-1] - start) > 1e-3
-        options = dict(variant, rate=rate, momentum=momentum, start=STARTS[name])
+        options = {"relative_rate": rate, "momentum": momentum, "start": STARTS[name]}
         for path in ("gram", "weights"):
             fitted = fit_sgd(
-                memories, steps=8, path=path, snapshots=range(9), **options
+                memories, steps=8, path=path, snapshots=range(9), loss=loss, **options
             )
             moved = np.asarray(fitted.snapshots.weights) - expected[:1]
             assert relative(moved, expected - expected[:1]) < 1e-9
             assert_close(fitted.kernel.weights, expected[-1])
             features = jnp.asarray(memories @ np.swapaxes(expected, 1, 2))
-            assert_close(fitted.loss, separation_loss(features, **variant))
+            assert_close(fitted.loss, loss(features))
             assert_close(fitted.delta_min, smallest_separation(features))
             if not momentum:  # a small rate
                 assert fitted.loss[-1] < fitted.loss[0]
-                assert variant["kind"] == "maximum" or (np.diff(fitted.loss) < 0).all()
+                falls = (np.diff(fitted.loss) < 0).all()
+                assert falls or isinstance(loss, MaximumLoss)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +406,12 @@ def test_sgd_is_optax_sgd(rate, momentum, optimizer, standard_promotion):
     expected = fit(memories, optimizer=optimizer, steps=8, start=start)
     moved = expected.kernel.weights - start.weights
     for path in ("gram", "weights", "auto"):
-        options = {"rate": rate, "steps": 8, "momentum": momentum, "path": path}
+        options = {
+            "relative_rate": rate,
+            "steps": 8,
+            "momentum": momentum,
+            "path": path,
+        }
         fitted = fit_sgd(memories, start=start, **options)
         assert relative(fitted.kernel.weights - start.weights, moved) < 1e-9
         assert_close(fitted.loss, expected.loss)
@@ -360,14 +424,14 @@ def test_sgd_is_optax_sgd(rate, momentum, optimizer, standard_promotion):
 @pytest.mark.parametrize("rate", RATES.values(), ids=RATES)
 def test_rates_are_numbers_or_schedules(rate):
     options = {"steps": 8, "start": STARTS["wide"], "path": "gram"}
-    fitted = fit_sgd(draw(M, D), rate=rate, **options)
-    same = fit_sgd(draw(M, D), rate=rates_of(rate, 8), **options)
+    fitted = fit_sgd(draw(M, D), relative_rate=rate, **options)
+    same = fit_sgd(draw(M, D), relative_rate=rates_of(rate, 8), **options)
     jax.tree.map(assert_close, fitted, same)
 
 
 @pytest.mark.parametrize("path", ["gram", "weights"])
 def test_snapshots_are_shorter_runs(path):
-    memories, options = draw(M, D), {"rate": 0.01, "path": path}
+    memories, options = draw(M, D), {"relative_rate": 0.01, "path": path}
     marks = (0, 8, 3, 0, 7, 7, 1, 2, 8)  # unordered and repeated
     fitted = fit_sgd(memories, steps=8, snapshots=marks, **options)
     assert fitted.snapshots.weights.shape == (9, D, D)
@@ -385,7 +449,7 @@ def test_snapshots_are_shorter_runs(path):
 
 
 def test_rows_are_normalised_at_the_end_alone():
-    memories, options = draw(M, D), {"rate": 0.01, "steps": 3, "path": "gram"}
+    memories, options = draw(M, D), {"relative_rate": 0.01, "steps": 3, "path": "gram"}
     plain = fit_sgd(memories, **options)
     fitted = fit_sgd(memories, normalize_rows=True, snapshots=(3,), **options)
     weights = np.asarray(plain.kernel.weights)
@@ -397,32 +461,36 @@ def test_rows_are_normalised_at_the_end_alone():
 
 @pytest.mark.parametrize("start", [None, LinearKernel(draw(9, D, seed=3))])
 @every_space
-def test_the_last_report_is_of_the_kernel_with_normalised_rows(variant, start):
-    memories = draw(M, D)
-    options = dict(rate=0.05, steps=4, start=start, normalize_rows=True, t=1.3)
+def test_the_last_report_is_of_the_kernel_with_normalised_rows(loss, start):
+    memories, loss = draw(M, D), dataclasses.replace(loss, t=1.3)
+    options = {"relative_rate": 0.05, "steps": 4, "start": start, "loss": loss}
     gram, weights = (
-        fit_sgd(memories, path=path, snapshots=(2, 4), **options, **variant)
+        fit_sgd(memories, path=path, snapshots=(2, 4), normalize_rows=True, **options)
         for path in ("gram", "weights")
     )
     assert_close(gram.loss, weights.loss, floor=1e-8)
     assert_close(gram.delta_min, weights.delta_min, floor=1e-8)
     assert_close(gram.snapshots.weights, weights.snapshots.weights, floor=1e-8)
     features = np.asarray(memories @ gram.kernel.weights.T)
-    if variant["normalize"]:
-        assert_close(gram.loss[-1], naive_loss(features, 1.3, **variant), floor=1e-8)
+    if loss.normalize:
+        assert_close(gram.loss[-1], naive_loss(features, loss), floor=1e-8)
         assert_close(gram.delta_min[-1], naive_separation(features), floor=1e-8)
 
 
 def test_gram_path_builds_no_matrix_of_the_dimension():
     memories = draw(M, D)
-    fitted = fit_sgd(memories, rate=0.01, steps=3, snapshots=(0, 3), path="gram")
+    fitted = fit_sgd(
+        memories, relative_rate=0.01, steps=3, snapshots=(0, 3), path="gram"
+    )
     assert isinstance(fitted.kernel, LowRankKernel)
     assert fitted.kernel.left.shape == (D, min(M, D))
     dense = LinearKernel(fitted.kernel.weights)
     queries = draw(3, D, seed=5)
     assert_close(fitted.kernel.query_features(queries), dense.query_features(queries))
-    again = fit_sgd(memories, rate=0.01, steps=2, start=fitted.kernel, path="gram")
-    longer = fit_sgd(memories, rate=0.01, steps=5, path="gram")
+    again = fit_sgd(
+        memories, relative_rate=0.01, steps=2, start=fitted.kernel, path="gram"
+    )
+    longer = fit_sgd(memories, relative_rate=0.01, steps=5, path="gram")
     assert_close(again.kernel.weights, longer.kernel.weights)
 
 
@@ -431,9 +499,9 @@ def test_no_steps_return_the_start(path):
     memories, start = draw(M, D), STARTS["wide"]
     features = start.memory_features(memories)
     for rate in (0.02, RATES["decay"], RATES["python schedule"], np.zeros(0)):
-        fitted = fit_sgd(memories, rate=rate, steps=0, start=start, path=path)
+        fitted = fit_sgd(memories, relative_rate=rate, steps=0, start=start, path=path)
         np.testing.assert_array_equal(fitted.kernel.weights, start.weights)
-        assert_close(fitted.loss, [separation_loss(features)])
+        assert_close(fitted.loss, [AverageLoss()(features)])
         assert_close(fitted.delta_min, [smallest_separation(features)])
 
 
@@ -441,7 +509,7 @@ def test_no_steps_return_the_start(path):
 def test_batches_of_memory_sets_are_a_loop(path, stacked):
     memories = draw(2, 3, M, D)
     start = LinearKernel(draw(2, 3, 9, D) if stacked else draw(9, D))
-    options = {"rate": 0.05, "steps": 8, "momentum": 0.5, "path": path}
+    options = {"relative_rate": 0.05, "steps": 8, "momentum": 0.5, "path": path}
     fitted = fit_sgd(memories, start=start, snapshots=(1, 8), **options)
     assert fitted.loss.shape == fitted.delta_min.shape == (2, 3, 9)
     assert fitted.snapshots.weights.shape == (2, 3, 2, 9, D)
@@ -458,19 +526,19 @@ def test_batches_of_memory_sets_are_a_loop(path, stacked):
 @pytest.mark.parametrize("path", ["gram", "weights"])
 def test_half_precision_memories_are_handled_in_float32(dtype, path):
     memories = draw(M, D, dtype=dtype)
-    options = {"rate": 0.05, "steps": 8, "path": path, "start": STARTS["wide"]}
+    options = {"relative_rate": 0.05, "steps": 8, "path": path, "start": STARTS["wide"]}
     fitted = fit_sgd(memories, **options)
     same = fit_sgd(memories.astype(jnp.float32), **options)
     assert {x.dtype for x in jax.tree.leaves(fitted)} == {jnp.dtype(jnp.float32)}
     jax.tree.map(np.testing.assert_array_equal, fitted, same)
     assert fit_closed_form(memories).weights.dtype == jnp.float32
-    assert separation_loss(memories).dtype == jnp.float32
+    assert AverageLoss()(memories).dtype == jnp.float32
 
 
 def test_a_centred_start_compares_about_its_centre():
     memories, center, start = draw(M, D), draw(D, seed=1), STARTS["wide"]
     centred = LinearKernel(start.weights, center)
-    options = {"rate": 0.05, "steps": 8}
+    options = {"relative_rate": 0.05, "steps": 8}
     same = fit_sgd(memories - center[None], start=start, path="gram", **options)
     for path in ("weights", "auto"):
         fitted = fit_sgd(
@@ -486,7 +554,7 @@ def test_a_centred_start_compares_about_its_centre():
 
 
 def test_identity_start_is_the_limit_of_gaussian_starts():
-    memories, options = draw(M, D), {"rate": 0.05, "steps": 8, "path": "gram"}
+    memories, options = draw(M, D), {"relative_rate": 0.05, "steps": 8, "path": "gram"}
     limit = fit_sgd(memories, snapshots=range(9), **options)
     wide = gaussian_start(KEY, D, 20_000).weights
     assert abs(wide.mean()) < 0.02
@@ -505,27 +573,25 @@ def test_identity_start_is_the_limit_of_gaussian_starts():
 def test_fit_is_a_loop_of_its_optimiser(standard_promotion):
     memories, start = draw(M, D), STARTS["wide"]
     optimizer = optax.adam(0.05)
-    slope = jax.jit(
-        jax.grad(lambda w: separation_loss(memories @ w.T, kind="deep", t=3.0))
-    )
+    slope = jax.jit(jax.grad(lambda w: DeepLoss(t=3.0)(memories @ w.T)))
     weights = start.weights
     state = optimizer.init(weights)
     for _ in range(30):
         updates, state = optimizer.update(slope(weights), state, weights)
         weights = optax.apply_updates(weights, updates)
-    fitted = fit(
-        memories, optimizer=optimizer, steps=30, start=start, kind="deep", t=3.0
-    )
+    loss = DeepLoss(t=3.0)
+    fitted = fit(memories, optimizer=optimizer, steps=30, start=start, loss=loss)
     assert_close(fitted.kernel.weights, weights)
     assert fitted.loss[-1] < fitted.loss[0]
 
 
 def test_new_numbers_do_not_recompile(compilations):
     def run(seed, rate, t, momentum, mark):
-        options = {"steps": 8, "t": t, "snapshots": 9 * [mark]}
+        options = {"steps": 8, "loss": AverageLoss(t), "snapshots": 9 * [mark]}
+        options |= {"relative_rate": rate, "momentum": momentum}
         for path in ("gram", "weights"):
-            fit_sgd(memories[seed], rate=rate, momentum=momentum, path=path, **options)
-        fit(memories[seed], optimizer=optimizer, steps=2, t=t)
+            fit_sgd(memories[seed], path=path, **options)
+        fit(memories[seed], optimizer=optimizer, steps=2, loss=AverageLoss(t))
         fit_closed_form(memories[seed], ridge=t)
         fit_likelihood(jax.random.key(seed), memories[seed], Mask(rate))
 
@@ -562,9 +628,9 @@ def test_closed_form_without_ridge_makes_memories_orthonormal(shape):
     for Xi, W in zip(memories, kernel.weights, strict=True):
         features = LinearKernel(W).memory_features(Xi)
         assert_close(features @ features.T, np.eye(len(Xi)), scale=100)
-        loss = separation_loss(features, kind="deep")
+        loss = DeepLoss()(features)
         assert_close(loss, -4.0)  # 2 t (0 - 1), the lowest loss
-        assert loss < separation_loss(Xi, kind="deep") - 0.01
+        assert loss < DeepLoss()(Xi) - 0.01
 
 
 def probabilities(counts):
@@ -810,11 +876,11 @@ def test_annealing_is_reproducible_over_sets_and_keeps_the_best(standard_promoti
     jax.tree.map(np.testing.assert_array_equal, fitted, same)
 
 
-@pytest.mark.parametrize("kind", ["average", "maximum", "deep"])
+@every_kind
 def test_every_loss_moves_batches_of_single_precision(kind):
     rng = np.random.default_rng(0)  # as large as images, where sums round
     memories = jnp.asarray(rng.uniform(size=(2, 30, 80)), jnp.float32)
-    fitted = fit_sgd(memories, rate=0.01, steps=5, kind=kind, path="gram")
+    fitted = fit_sgd(memories, relative_rate=0.01, steps=5, loss=kind(), path="gram")
     assert (fitted.loss[:, -1] < fitted.loss[:, 0]).all()
 
 
@@ -830,10 +896,12 @@ def test_many_ridges_share_one_decomposition(shape):
 # Bad input.
 
 SCALE_FREE = {
-    "loss": separation_loss,
+    "loss": AverageLoss(),
     "smallest separation": smallest_separation,
-    "sgd gram": lambda x: fit_sgd(x, rate=0.1, steps=3, path="gram")[1:3],
-    "sgd weights": lambda x: fit_sgd(x, rate=0.1, steps=3, path="weights")[1:3],
+    "sgd gram": lambda x: fit_sgd(x, relative_rate=0.1, steps=3, path="gram")[1:3],
+    "sgd weights": lambda x: fit_sgd(x, relative_rate=0.1, steps=3, path="weights")[
+        1:3
+    ],
     "annealed": lambda x: fit_annealed(KEY, x, steps=3, restarts=2)[1:3],
 }
 
@@ -853,7 +921,7 @@ METHODS = {
         memories, optimizer=optax.sgd(0.1), **{"steps": 2, **options}
     ),
     "sgd": lambda memories, **options: fit_sgd(
-        memories, **{"rate": 0.1, "steps": 2, **options}
+        memories, **{"relative_rate": 0.1, "steps": 2, **options}
     ),
     "annealed": lambda memories, **options: fit_annealed(KEY, memories, **options),
     "closed form": fit_closed_form,
@@ -890,12 +958,12 @@ def test_duplicates_are_refused_by_index(name, memories):
 
 
 BAD_OPTIONS = [
-    ("fit sgd", {"kind": "media"}, "'media'; choose one of average, maximum, deep"),
-    ("fit sgd", {"pairs": "some"}, "unknown pairs 'some'; choose one of distinct, all"),
+    ("fit sgd", {"loss": "media"}, "loss must be a separation loss .*, got 'media'"),
+    ("fit sgd", {"loss": AverageLoss}, "loss must be a separation loss .*AverageLoss'"),
     ("fit sgd", {"steps": -1}, "steps must be at least 0, got -1"),
     ("fit sgd", {"steps": 1.5}, "steps must be an integer, got 1.5"),
-    ("fit sgd", {"t": 0.0}, "t must be positive and finite, got 0.0"),
-    ("fit sgd", {"t": -1.0}, "t must be positive and finite, got -1.0"),
+    ("fit sgd", {"loss": AverageLoss(0.0)}, "t must be positive and finite, got 0.0"),
+    ("fit sgd", {"loss": DeepLoss(-1.0)}, "t must be positive and finite, got -1.0"),
     ("fit sgd", {"snapshots": (0, 3)}, "snapshots must be at most 2, got 3"),
     ("fit sgd", {"snapshots": (-1,)}, "snapshots must be at least 0, got -1"),
     ("fit sgd", {"start": identity_start(5)}, "start maps dimension 5, memories .* 6"),
@@ -906,9 +974,9 @@ BAD_OPTIONS = [
     ),
     ("sgd", {"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
     ("sgd", {"momentum": 1.0}, "momentum must be below 1, got 1.0"),
-    ("sgd", {"rate": np.nan}, "rate must be finite"),
-    ("sgd", {"rate": lambda n: np.inf}, "rate must be finite"),
-    ("sgd", {"rate": np.ones(3)}, r"rate has shape \(3,\).* \(2,\)"),
+    ("sgd", {"relative_rate": np.nan}, "relative_rate must be finite"),
+    ("sgd", {"relative_rate": lambda n: np.inf}, "relative_rate must be finite"),
+    ("sgd", {"relative_rate": np.ones(3)}, r"relative_rate has shape \(3,\).* \(2,\)"),
     ("sgd", {"path": "short"}, "unknown path 'short'; choose one of auto, gram, we"),
     ("annealed", {"features": 0}, "features must be at least 1, got 0"),
     ("annealed", {"steps": 0}, "steps must be at least 1, got 0"),
@@ -948,22 +1016,29 @@ def test_a_rank_is_refused_before_anything_is_counted(untyped):
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "message"),
+    ("call", "message"),
     [
-        ((3,), {}, "features must have shape (..., M, D), got (3,)"),
-        ((4, 3), {"kind": "mean"}, "choose one of average, maximum, deep"),
-        ((4, 3), {"pairs": "each"}, "choose one of distinct, all"),
-        ((4, 3), {"t": 0.0}, "t must be positive and finite, got 0.0"),
         (
-            (4, 3),
-            {"where": np.ones(5, bool)},
+            lambda: AverageLoss()(draw(3)),
+            "features must have shape (..., M, D), got (3,)",
+        ),
+        (lambda: loss_from_name("mean"), "choose one of average, maximum, deep"),
+        (lambda: AverageLoss(pairs="each"), "choose one of distinct, all"),
+        (
+            lambda: MaximumLoss(t=0.0)(draw(4, 3)),
+            "t must be positive and finite, got 0.0",
+        ),
+        (
+            lambda: DeepLoss()(draw(4, 3), where=np.ones(5, bool)),
             "where has shape (5,), which does not broadcast to (4,)",
         ),
+        (lambda: DeepLoss().least(4, 0), "dimension must be at least 1, got 0"),
+        (lambda: DeepLoss(-1.0).least(4, 3), "t must be positive and finite, got -1.0"),
     ],
 )
-def test_bad_losses_are_refused(untyped, shape, options, message):
+def test_bad_losses_are_refused(untyped, call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        separation_loss(draw(*shape), **options)
+        call()
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (3, 3)])

@@ -13,18 +13,22 @@ from conftest import every_dtype
 
 import uhop_jax
 from uhop_jax import (
+    AverageLoss,
     Calibration,
     Centering,
     Cosine,
     Dot,
     Entmax,
+    Identity,
     LikelihoodKernel,
     LinearKernel,
     LowRankKernel,
     Mask,
+    MaximumLoss,
     Memory,
     Model,
     Noise,
+    NormNoise,
     Polynomial,
     Softmax,
     TopK,
@@ -33,6 +37,7 @@ from uhop_jax import (
     save,
 )
 from uhop_jax.corruption import Corruption
+from uhop_jax.losses import LOSSES
 from uhop_jax.separation import SEPARATIONS
 from uhop_jax.similarity import SIMILARITIES
 
@@ -91,7 +96,11 @@ OBJECTS = {
     "polynomial": lambda dtype: Polynomial(7),
     "top-k": lambda dtype: TopK(3),
     "mask": lambda dtype: Mask(jnp.asarray(0.3, dtype), known=True),
-    "noise": lambda dtype: Noise(0.2, low=None, high=2.5, kind="norm"),
+    "noise": lambda dtype: Noise(0.2, low=None, high=2.5),
+    "norm noise": lambda dtype: NormNoise(jnp.asarray(0.2, dtype), None, 2.5),
+    "plain cosine": lambda dtype: Cosine(),
+    "loss": lambda dtype: AverageLoss(jnp.asarray(3, dtype), False, "all"),
+    "maximum loss": lambda dtype: MaximumLoss(1.5),
     "calibration": calibration,
     "model": lambda dtype: Model(beta=3.0),
     "memory": lambda dtype: Memory.empty(3, dtype=dtype).add(draw(2, 3, dtype=dtype))[
@@ -99,7 +108,10 @@ OBJECTS = {
     ],
     "tuple": lambda dtype: (Softmax(), None, (True, 3, 0.1, "text")),
 }
-OBJECTS |= {name: lambda dtype, cls=cls: cls() for name, cls in SEPARATIONS.items()}
+OBJECTS |= {
+    cls.__name__: lambda dtype, cls=cls: cls()
+    for cls in (*SEPARATIONS.values(), *LOSSES.values(), Identity, NormNoise)
+}
 OBJECTS |= {name: lambda dtype, cls=cls: cls() for name, cls in SIMILARITIES.items()}
 OBJECTS |= {
     f"{name} with a kernel": lambda dtype, cls=cls: cls(

@@ -17,8 +17,9 @@ from uhop_jax.theory.storing import _sample_ball
 
 
 def name(x):
-    kernel = getattr(x, "kernel", None)
-    return repr(x) if kernel is None else f"{type(x).__name__}({type(kernel).__name__})"
+    kernel = getattr(x, "kernel", uj.Identity())
+    plain = isinstance(kernel, uj.Identity)
+    return repr(x) if plain else f"{type(x).__name__}({type(kernel).__name__})"
 
 
 def gaussian(seed, *shape):
@@ -44,7 +45,8 @@ def norm(x):
 def features(x, similarity):
     """Features compared by the similarity, written out."""
     kernel = similarity.kernel
-    x = x if kernel is None else x @ np.asarray(kernel.weights).T
+    if not isinstance(kernel, uj.Identity):
+        x = x @ np.asarray(kernel.weights).T
     if isinstance(similarity, uj.Cosine):
         x = x / norm(x)[..., None]
     return x
@@ -310,7 +312,7 @@ def test_exact_retrieval_if_and_only_if_the_slack_is_not_negative(
 def test_exact_retrieval_on_the_sphere_and_the_inequalities_of_the_paper():
     t, alpha = 1.7, 1.5
     memories, beta = unit(gaussian(1, 5, 6)), 4.0
-    rbf = theory.log_rbf(memories, memories, scale=t)
+    rbf = theory.log_rbf(memories, memories, t=t)
     largest = jnp.where(jnp.eye(5, dtype=bool), -jnp.inf, rbf).max(-1)
     bound = 2 * t / (beta * (alpha - 1))
     slack = theory.exact_retrieval_slack(
@@ -328,7 +330,7 @@ def test_rbf_is_the_inner_product_on_the_sphere():
     # [eqn:L_normalize]; off the sphere the proof's K = ell/(2t) is out by more.
     memories, query, kernel = gaussian(0, 5, 6), gaussian(1, 4, 6), gaussian(2, 9, 6)
     similarity = uj.Cosine(uj.LinearKernel(kernel))
-    rbf = theory.log_rbf(memories, query, scale=1.3, similarity=similarity)
+    rbf = theory.log_rbf(memories, query, t=1.3, similarity=similarity)
     assert_close(rbf, 2 * 1.3 * similarity(memories, query) - 2 * 1.3)
     # With ell := 2tK - 2t, K bilinear, the sum beneath it in the paper has mu for nu.
     ell = lambda u, v: 2 * 1.3 * float(u @ v) - 2 * 1.3  # noqa: E731
@@ -629,13 +631,13 @@ def test_gradient_descent_bound_on_convex_quadratics():
         a = np.asarray(gaussian(seed, 4, 6))
         hessian = a.T @ a  # singular: convex, not strongly
         x = start = np.asarray(gaussian(seed + 50, 6))
-        step_size = 1 / np.linalg.norm(hessian, 2)
+        learning_rate = 1 / np.linalg.norm(hessian, 2)
         # To the nearest minimiser, in the null space.
         distance = norm(np.linalg.pinv(a) @ (a @ start))
         for steps in range(1, 40):
-            x = x - step_size * hessian @ x
+            x = x - learning_rate * hessian @ x
             bound = theory.gradient_descent_bound(
-                distance, step_size=step_size, steps=steps
+                distance, learning_rate=learning_rate, steps=steps
             )
             assert 0.5 * x @ hessian @ x <= bound
 
@@ -729,7 +731,7 @@ def test_bad_input_is_refused_by_name_and_value(untyped):
             "got 1 axes of memory sets",
         ),
         (lambda: theory.well_separated(x, beta=1.0, distance=0.0), "distance .* 0.0"),
-        (lambda: theory.log_rbf(x, x[0], scale=0.0), "scale .* 0.0"),
+        (lambda: theory.log_rbf(x, x[0], t=0.0), "t must .* 0.0"),
         (lambda: theory.log_rbf(x, x[0, :3]), "dimension 6, queries 3"),
         (lambda: theory.stored(key, Model(beta=1.0), x, samples=0), "samples .* got 0"),
         (
@@ -749,11 +751,11 @@ def test_bad_input_is_refused_by_name_and_value(untyped):
         (lambda: theory.spherical_code_bounds(4, 1), "dimension .* got 1"),
         (lambda: theory.metastable_size(x, threshold=-1.0), "threshold .* -1"),
         (
-            lambda: theory.gradient_descent_bound(1.0, step_size=0.1, steps=0),
+            lambda: theory.gradient_descent_bound(1.0, learning_rate=0.1, steps=0),
             "steps .* 0",
         ),
         (
-            lambda: theory.gradient_descent_bound(-1.0, step_size=0.1, steps=1),
+            lambda: theory.gradient_descent_bound(-1.0, learning_rate=0.1, steps=1),
             "distance .* -1",
         ),
     ]

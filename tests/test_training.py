@@ -13,6 +13,7 @@ import pytest
 from conftest import FAST, ROOT, assert_close, config_of, slow_where
 from flax import nnx
 
+from uhop_jax import DeepLoss
 from uhop_jax.data import Images, labelled_images
 from uhop_jax.layers import KernelParam, separation_losses
 from uhop_jax.models import ViH
@@ -163,7 +164,7 @@ def test_stage_one_before_the_task(arm):
 
 def test_stage_one_steps_are_sgd_on_the_separation_loss():
     """Algorithm 2 written out: N_i steps on kernels, then one on the task."""
-    trainer = trainer_of(steps=3, rate=0.05, loss="deep")
+    trainer = trainer_of(steps=3, learning_rate=0.05, loss=DeepLoss(t=2.0))
     order = trainer.order(0)
     first = host(trainer.init())
     kernels, rest = jax.tree.map(lambda x: x[0], (first.kernels, first.rest))
@@ -174,7 +175,7 @@ def test_stage_one_steps_are_sgd_on_the_separation_loss():
     @jax.grad
     def slope_of(kernels, index):
         model = nnx.merge(trainer.graphdef, kernels, rest)
-        return separation_losses(model, pixels[index], kind="deep", t=2.0).loss.mean()
+        return separation_losses(model, pixels[index], loss=DeepLoss()).loss.mean()
 
     for index in np.asarray(order["stage"][0, 0]).reshape(3, 8):
         slope = slope_of(kernels, index)
@@ -340,9 +341,10 @@ def test_augmentation():
 
 
 WRONG = [
-    ({"rate": 0.0}, "stage_one.rate must be positive"),
+    ({"learning_rate": 0.0}, "stage_one.learning_rate must be positive"),
     ({"steps": 0}, "stage_one.steps must be at least 1, got 0"),
-    ({"loss": "mean"}, "unknown stage_one.loss 'mean'; choose one of"),
+    ({"loss": "mean"}, "loss must be a separation loss .*, got 'mean'"),
+    ({"loss": DeepLoss(t=0.0)}, "stage_one.t must be positive"),
     ({"seeds": ()}, "seeds must name at least one seed"),
     ({"batch": 0}, "batch_size must be at least 1, got 0"),
     ({"arm": "MHM", "schedule": "bilevel"}, "'bilevel' needs a model with kernels"),

@@ -8,16 +8,24 @@ retrieval dynamics and energies, Stage I, calibration.
 from uhop_jax._pytree import Pytree
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.closed_form import fit_closed_form
-from uhop_jax.corruption import Mask, Noise, posterior_mean
+from uhop_jax.corruption import Mask, Noise, NormNoise, posterior_mean
 from uhop_jax.kernels import (
     Centering,
+    Identity,
     Kernel,
     LikelihoodKernel,
     LinearKernel,
     LowRankKernel,
 )
 from uhop_jax.likelihood import fit_likelihood
-from uhop_jax.losses import separation_loss, smallest_separation
+from uhop_jax.losses import (
+    AverageLoss,
+    DeepLoss,
+    MaximumLoss,
+    SeparationLoss,
+    loss_from_name,
+    smallest_separation,
+)
 from uhop_jax.memory import Memory
 from uhop_jax.model import Model
 from uhop_jax.retrieval import (
@@ -64,28 +72,34 @@ from uhop_jax.streaming import Streamed, retrieve_streamed
 from uhop_jax.uhop_plus import fit_annealed
 
 __all__ = [
+    "AverageLoss",
     "Calibration",
     "Centering",
     "Convergence",
     "Cosine",
+    "DeepLoss",
     "Dot",
     "Entmax",
     "Entmax15",
+    "Identity",
     "Kernel",
     "LikelihoodKernel",
     "LinearKernel",
     "LowRankKernel",
     "Mask",
+    "MaximumLoss",
     "Memory",
     "Model",
     "NegativeL1",
     "NegativeL2",
     "NegativeSquaredL2",
     "Noise",
+    "NormNoise",
     "Polynomial",
     "Pytree",
     "Retrieval",
     "Separation",
+    "SeparationLoss",
     "Sharded",
     "Similarity",
     "Softmax",
@@ -108,13 +122,13 @@ __all__ = [
     "gaussian_start",
     "identity_start",
     "load",
+    "loss_from_name",
     "memory_mesh",
     "posterior_mean",
     "retrieve",
     "retrieve_streamed",
     "save",
     "separation_from_name",
-    "separation_loss",
     "shard_memories",
     "similarity_from_name",
     "smallest_separation",

@@ -48,8 +48,7 @@ class Problem(NamedTuple):
     @property
     def local(self) -> bool:
         """Whether each query needs keys of its own, of its observed components."""
-        kernel = self.model.similarity.kernel
-        return self.observed is not None and kernel is not None and kernel.local
+        return self.observed is not None and self.model.similarity.kernel.local
 
 
 def problem_of(model, memories, query, values, mask, observed) -> Problem:
@@ -106,7 +105,7 @@ def _prepared(problem: Problem) -> Problem:
 
         memories = drop(memories)
         values = None if values is None else drop(values)
-        if similarity.kernel is not None and similarity.kernel.set_axes:
+        if similarity.kernel.set_axes:
             similarity = jax.tree.map(drop, similarity)
     beta = jnp.asarray(model.beta).astype(working_dtype(dtype))
     beta = jnp.where((beta > 0) & (beta < jnp.inf), beta, jnp.nan)
@@ -123,9 +122,9 @@ def _prepared(problem: Problem) -> Problem:
     )
 
 
-def _check_sets(kernel: Kernel | None, sets: tuple[int, ...]) -> None:
+def _check_sets(kernel: Kernel, sets: tuple[int, ...]) -> None:
     """Refuses a batch of kernels that does not match the memory sets."""
-    if kernel is None or not kernel.set_axes:
+    if not kernel.set_axes:
         return
     if kernel.set_axes != len(sets):
         raise ValueError(
@@ -267,7 +266,7 @@ def _over_axis(
 
     model, memories, query, values, mask, observed = problem
     similarity, separation, beta = model.similarity, model.separation, model.beta
-    stacked = sets and similarity.kernel is not None and similarity.kernel.set_axes
+    stacked = sets and similarity.kernel.set_axes
     structures = [
         shared(similarity, bool(stacked)),
         by_row(separation, 0),

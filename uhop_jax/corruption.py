@@ -2,11 +2,12 @@ r"""Ways in which a query differs from the pattern that it should retrieve.
 
 A corruption is any function `corrupt(key, patterns)` that returns corrupted patterns of
 the same shape, or a pair `(patterns, observed)`, where the boolean `observed` is true
-at components *known* to be intact. The corruptions `Mask` and `Noise` are frozen
-pytrees with a likelihood in closed form. From the likelihood `posterior_mean` computes
-the estimate with the least expected error.
+at components *known* to be intact. The corruptions `Mask`, `Noise` and `NormNoise` are
+frozen pytrees. `Mask` and `Noise` have a likelihood in closed form, from which
+`posterior_mean` computes the estimate with the least expected error.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 from uhop_jax._checks import (
     as_floating,
     check_at_least,
-    check_choice,
     check_finite,
     check_key,
     check_probability,
@@ -123,28 +123,24 @@ class Mask(Pytree):
         return jnp.where(possible, log_p, -jnp.inf)
 
 
-class Noise(Pytree):
-    """Adds Gaussian noise, then clamps to the range of the patterns.
+class AddedNoise(Pytree, abc.ABC):
+    """Adds noise, then clamps to the range of the patterns.
 
     The default range is `[0, 1]`, the range of images. Patterns outside of the range
     are refused: clamping would change them without noise.
 
     Attributes:
-      scale: standard deviation of each component of the noise (`kind="pixel"`), or the
-        Euclidean norm of the noise vector (`kind="norm"`, the paper's appendix).
+      scale: size of the noise; each class says of what.
       low: lower end of the range; None does not clamp from below.
       high: upper end of the range; None does not clamp from above.
-      kind: `pixel` or `norm`.
     """
 
     scale: ArrayLike = 0.5
     low: float | None = dataclasses.field(default=0.0, metadata={"static": True})
     high: float | None = dataclasses.field(default=1.0, metadata={"static": True})
-    kind: str = dataclasses.field(default="pixel", metadata={"static": True})
 
     def check(self, **patterns: Array) -> None:
         """Refuses parameters that are invalid, and named patterns out of the range."""
-        check_choice("kind of noise", self.kind, ("pixel", "norm"))
         check_scalar("scale", self.scale)
         check_at_least("scale", self.scale, 0)
         low = -np.inf if self.low is None else self.low
@@ -161,9 +157,10 @@ class Noise(Pytree):
                 outside = bool((least < low) | (most > high))  # in the dtype of x
             if outside:
                 raise ValueError(
-                    f"{name} must be in the range [{low}, {high}] to which Noise "
-                    f"clamps, got values from {least:.3g} to {most:.3g}: set low and "
-                    "high to their range, or to None for noise that is not clamped"
+                    f"{name} must be in the range [{low}, {high}] to which "
+                    f"{type(self).__name__} clamps, got values from {least:.3g} to "
+                    f"{most:.3g}: set low and high to their range, or to None for "
+                    "noise that is not clamped"
                 )
 
     def __call__(self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]):
@@ -176,11 +173,33 @@ class Noise(Pytree):
         patterns = as_floating(patterns, "patterns")
         self.check(patterns=patterns)
         check_key(key)
-        noise = jax.random.normal(key, patterns.shape, patterns.dtype)
-        if self.kind == "norm":
-            noise = noise / jnp.linalg.norm(noise, axis=-1, keepdims=True)
+        noise = self._unit(jax.random.normal(key, patterns.shape, patterns.dtype))
         noisy = patterns + jnp.asarray(self.scale, patterns.dtype) * noise
         return jnp.clip(noisy, self.low, self.high)
+
+    @abc.abstractmethod
+    def _unit(self, noise: Array) -> Array:
+        """The noise of scale one, from standard Gaussian numbers."""
+
+
+class NormNoise(AddedNoise):
+    """Adds a vector of norm `scale` in a random direction (the paper's appendix).
+
+    The sum is clamped to the range `[low, high]`, as by `Noise`.
+    """
+
+    def _unit(self, noise):
+        return noise / jnp.linalg.norm(noise, axis=-1, keepdims=True)
+
+
+class Noise(AddedNoise):
+    """Adds Gaussian noise of standard deviation `scale` to each component.
+
+    The sum is clamped to the range `[low, high]`, by default `[0, 1]`.
+    """
+
+    def _unit(self, noise):
+        return noise
 
     def log_likelihood(
         self,
@@ -189,7 +208,7 @@ class Noise(Pytree):
         *,
         observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch M"]:
-        """`log p(query | memory)` up to a constant of the query, for `kind="pixel"`.
+        """`log p(query | memory)` up to a constant of the query.
 
         Args:
           memories: stored patterns, one per row.
@@ -201,14 +220,9 @@ class Noise(Pytree):
           The log-likelihoods, in at least float32.
 
         Raises:
-          ValueError: if the noise is of another kind or its numbers are out of range,
-            or shapes do not fit.
+          ValueError: if a parameter is invalid, patterns are out of the range, or
+            shapes do not fit.
         """
-        if self.kind != "pixel":
-            raise ValueError(
-                "the likelihood is closed for kind 'pixel' alone, got kind "
-                f"{self.kind!r}"
-            )
         memories, query, observed = _aligned(memories, query, observed)
         if observed is not None:  # any value in the range will do where it is false
             query = jnp.where(observed, query, memories.min())
@@ -257,7 +271,7 @@ class Corruption(Pytree):
         if isinstance(function, cls):
             cls.of(function.function, **patterns)
             return function
-        if isinstance(function, (Mask, Noise)):
+        if isinstance(function, (Mask, AddedNoise)):
             function.check(**patterns)
         if not callable(function):
             raise ValueError(
@@ -311,7 +325,7 @@ class Corruption(Pytree):
         Raises:
           ValueError: if two traces give different programs.
         """
-        if isinstance(self.function, (Mask, Noise)) or is_traced(jnp.zeros(())):
+        if isinstance(self.function, (Mask, AddedNoise)) or is_traced(jnp.zeros(())):
             return
         one_set = jax.ShapeDtypeStruct(patterns.shape[-2:], patterns.dtype)
 

@@ -6,7 +6,7 @@ A kernel is a frozen pytree whose arrays are leaves. It passes through `jit`, `v
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,14 @@ class Kernel(Pytree, abc.ABC):
     Attributes:
       local: whether the features of the memories depend on which components of the
         query are observed.
+      componentwise: whether each feature is a component of the pattern, so that a
+        similarity itself leaves out the components that are not observed.
       inner_product: whether the features have a meaning only in inner products, so
         that `Dot` is the only similarity.
     """
 
     local: ClassVar[bool] = True
+    componentwise: ClassVar[bool] = False
     inner_product: ClassVar[bool] = False
 
     @property
@@ -37,8 +40,8 @@ class Kernel(Pytree, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def dimension(self) -> int:
-        """Dimension `d` of the patterns."""
+    def dimension(self) -> int | None:
+        """Dimension `d` of the patterns; None if patterns may have any dimension."""
 
     @property
     @abc.abstractmethod
@@ -64,6 +67,30 @@ class Kernel(Pytree, abc.ABC):
         observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch D"]:
         """`Phi` of the query, restricted to observed components."""
+
+
+class Identity(Kernel):
+    """The identity map: patterns of any dimension are compared as they are."""
+
+    local: ClassVar[bool] = False
+    componentwise: ClassVar[bool] = True
+
+    @property
+    def dimension(self) -> None:
+        return None
+
+    @property
+    def set_axes(self) -> int:
+        return 0
+
+    def memory_features(self, memories, observed=None):
+        del observed  # the similarity leaves out what is not observed
+        return memories
+
+    def query_features(self, query, observed=None):
+        if observed is None:
+            return query
+        return jnp.where(observed, query, jnp.zeros((), query.dtype))
 
 
 class LinearKernel(Kernel):
@@ -113,6 +140,8 @@ class LowRankKernel(Kernel):
       left: `L (d, r)`, or `(sets, d, r)`.
       right: `R (r, d)`, or `(sets, r, d)`.
     """
+
+    center: ClassVar[None] = None  # the map has the origin as its centre
 
     scale: Float[Array, "*sets"]
     left: Float[Array, "*sets d r"]
@@ -270,7 +299,7 @@ class LikelihoodKernel(Kernel):
         return features.reshape(*query.shape[:-1], -1)
 
 
-def check_numbers(kernel: Kernel | None) -> None:
+def check_numbers(kernel: Any) -> None:
     """Refuses a kernel with NaN, under which every overlap would be NaN."""
     for (name, *_), x in jax.tree_util.tree_leaves_with_path(kernel):
         if not is_traced(x) and bool(jnp.isnan(x).any()):

@@ -2,9 +2,13 @@ r"""Separation losses: how close the features of a memory set are to one another
 
 A loss depends on the features :math:`F = \Xi W^T` only through their Gram matrix, or
 without normalisation through their distances. No function builds an `(M, M, D)` array.
+
+A loss is a frozen pytree whose only leaf is `t`.
 """
 
-from typing import NamedTuple
+import abc
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,115 +26,254 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._products import gram_matrix
+from uhop_jax._pytree import Pytree
 from uhop_jax.similarity import NegativeSquaredL2
 
-LOSSES = ("average", "maximum", "deep")
-PAIRS = ("distinct", "all")
 
+class SeparationLoss(Pytree, abc.ABC):
+    """One exponent for each pair of features, and a reduction over the pairs.
 
-def separation_loss(
-    features: Float[Array, "*batch M D"],
-    *,
-    kind: str = "average",
-    t: ArrayLike = 2.0,
-    normalize: bool = True,
-    pairs: str = "distinct",
-    where: Bool[Array, "*batch M"] | None = None,
-) -> Float[Array, "*batch"]:
-    r"""Separation loss of the features of a memory set.
+    The losses of this module are not convex in `W`, contrary to the paper: they are
+    even in `W`, and without normalisation `W = 0` maximises the average and the maximum
+    loss.
 
-    - `average` [def:max-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(-t \|\Phi(u) -
-      \Phi(v)\|^2)`.
-    - `maximum`: :math:`\max_{u \ne v} -t \|\Phi(u) - \Phi(v)\|^2`.
-    - `deep` [dfn:separation-loss]: :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u,
-      v)^2 - 1))`.
+    Subclasses implement `_reduce` and `_least`, and may have exponents of their own.
 
-    The losses are not convex in `W`, contrary to the paper: they are even in `W`, and
-    without normalisation `W = 0` maximises the average and the maximum loss.
-
-    Args:
-      features: one feature vector per row.
-      kind: `average`, `maximum` or `deep`.
-      t: scale of the Gaussian, positive; the paper has 2. On the sphere the average
-        loss is the loss of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
+    Attributes:
+      t: scale of the exponents, positive; the paper has 2.
       normalize: whether features are first scaled to unit norm. Without normalisation
-        the average loss has no minimiser: larger features always lower it.
-      pairs: `distinct` (u != v, as in the authors' code) or `all` (as in the paper's
-        expectation).
-      where: true for valid patterns; a set with fewer than two valid patterns has loss
-        zero.
-
-    Returns:
-      One loss for each memory set, in at least float32.
-
-    Raises:
-      ValueError: if an argument is out of range or unknown.
+        the average and the maximum loss have no minimiser: larger features always lower
+        them.
+      of_inner_products: whether the exponents are a function of inner products, not of
+        distances.
     """
-    features = as_floating(features, "features")
-    if features.ndim < 2:
-        raise ValueError(f"features must have shape (..., M, D), got {features.shape}")
-    check_choice("separation loss", kind, LOSSES)
-    check_choice("pairs", pairs, PAIRS)
-    t = as_scalar("t", t, working_dtype(features))
-    if where is not None:
-        where = as_boolean("where", where, "true for valid patterns")
-        where = broadcast_rows("where", where, features.shape[:-1])
-        features = jnp.where(where[..., None], features, 0.0)
-    loss = Loss(kind, normalize, pairs)
-    if loss.of_distances:
-        return loss_of_distances(squared_distances(features), loss, t, where)
-    if normalize:
-        features = scaled_rows(features)
-    return loss_of_gram(gram_matrix(features), loss, t, where)
+
+    of_inner_products: ClassVar[bool] = False
+
+    t: ArrayLike = 2.0
+    normalize: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    @property
+    def of_distances(self) -> bool:
+        """Whether the loss depends on distances alone, wherever the origin is."""
+        return not (self.normalize or self.of_inner_products)
+
+    def __call__(
+        self,
+        features: Float[Array, "*batch M D"],
+        *,
+        where: Bool[Array, "*batch M"] | None = None,
+    ) -> Float[Array, "*batch"]:
+        """The loss of the features of a memory set.
+
+        Args:
+          features: one feature vector per row.
+          where: true for valid patterns; a set with fewer than two valid patterns has
+            loss zero.
+
+        Returns:
+          One loss for each memory set, in at least float32.
+
+        Raises:
+          ValueError: if `t` is no positive number, or shapes or dtypes do not fit.
+        """
+        features = as_floating(features, "features")
+        if features.ndim < 2:
+            raise ValueError(
+                f"features must have shape (..., M, D), got {features.shape}"
+            )
+        loss = self.in_dtype(working_dtype(features))
+        if where is not None:
+            where = as_boolean("where", where, "true for valid patterns")
+            where = broadcast_rows("where", where, features.shape[:-1])
+            features = jnp.where(where[..., None], features, 0.0)
+        if self.of_distances:
+            return loss.from_pairs(squared_distances(features), where)
+        features = scaled_rows(features) if self.normalize else features
+        return loss.from_pairs(gram_matrix(features), where)
+
+    def least(
+        self, number: Int[ArrayLike, "*batch"], dimension: int
+    ) -> Float[Array, "*batch"]:
+        """A lower bound of the loss; each class states its own.
+
+        Args:
+          number: `M`, the number of valid features.
+          dimension: `D`, the dimension of the features.
+
+        Returns:
+          The bound; 0 for fewer than two features, whose loss is 0.
+
+        Raises:
+          ValueError: if `t` or the dimension is out of range.
+        """
+        check_count("dimension", dimension, 1)
+        check_positive("t", self.t)
+        M = jnp.asarray(number).astype(jnp.result_type(float))
+        least = self._least(M, float(dimension))
+        return jnp.where(M < 2, 0.0, 2 * jnp.asarray(self.t).astype(M.dtype) * least)
+
+    def in_dtype(self, dtype: Any) -> "SeparationLoss":
+        """The loss with `t` in a dtype; refuses a `t` that is no positive number."""
+        return dataclasses.replace(self, t=as_scalar("t", self.t, dtype))
+
+    def from_pairs(
+        self,
+        pairs: Float[Array, "*batch M M"],
+        where: Bool[Array, "*batch M"] | None = None,
+    ) -> Float[Array, "*batch"]:
+        """The loss, from squared distances if `of_distances`, else the Gram matrix."""
+        distinct = _distinct(pairs)
+        if self.normalize:
+            pairs = _on_sphere(pairs)
+            if not self.of_inner_products:
+                pairs = jnp.where(distinct, 2 * (1 - pairs), 0.0)
+        valid = jnp.ones_like(distinct)
+        if where is not None:
+            valid = where[..., :, None] & where[..., None, :]
+        return self._reduce(self._exponents(pairs), valid, distinct)
+
+    def value_and_slope(self, x: Array) -> tuple[Array, Array]:
+        """The loss, and twice the symmetric part of its derivative in the Gram matrix.
+
+        `x` is the features `(M, D)` if `of_distances`, else their Gram matrix.
+        """
+        pairs = squared_distances(x) if self.of_distances else x
+        value, slope = jax.value_and_grad(self.from_pairs)(pairs)
+        slope = slope + slope.T
+        if self.of_distances:
+            slope = 2 * (jnp.diag(slope.sum(0)) - slope)
+        return value, slope
+
+    def _exponents(self, pairs: Array) -> Array:
+        """Exponents `(..., M, M)` from squared distances, or from inner products."""
+        return -(pairs * self.t)
+
+    @abc.abstractmethod
+    def _reduce(self, exponents: Array, valid: Array, distinct: Array) -> Array:
+        """The loss, from exponents, and the pairs that are valid or distinct."""
+
+    @abc.abstractmethod
+    def _least(self, M: Array, D: float) -> Array | float:
+        """`least` for at least two features, in units of `2 t`."""
 
 
-def least_separation_loss(
-    number: Int[ArrayLike, "*batch"],
-    dimension: int,
-    *,
-    kind: str = "average",
-    t: ArrayLike = 2.0,
-) -> Float[Array, "*batch"]:
-    r"""A lower bound of `separation_loss` for normalised features and distinct pairs.
+class _MeanLoss(SeparationLoss):
+    """The logarithm of the mean exponential.
+
+    Attributes:
+      pairs: pairs that the mean takes: `distinct` (u != v, as in the authors' code) or
+        `all` (as in the paper's expectation).
+    """
+
+    pairs: str = dataclasses.field(default="distinct", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_choice("pairs", self.pairs, ("distinct", "all"))
+
+    def _reduce(self, exponents, valid, distinct):
+        counted = valid if self.pairs == "all" else valid & distinct
+        exponents = jnp.where(counted, exponents, -jnp.inf)
+        number = jnp.where((valid & distinct).any((-2, -1)), counted.sum((-2, -1)), 0)
+        top = lax.stop_gradient(exponents.max((-2, -1)))
+        top = jnp.where(jnp.isfinite(top), top, 0.0)
+        total = jnp.exp(exponents - top[..., None, None]).sum((-2, -1))
+        mean = total / jnp.maximum(number, 1).astype(total.dtype)
+        log = jnp.log(jnp.where(number > 0, mean, 1.0))
+        return jnp.where(number > 0, top + log, 0.0)
+
+
+class AverageLoss(_MeanLoss):
+    r"""The average loss [def:max-loss].
+
+    :math:`\log \mathrm{mean}_{u \ne v} \exp(-t \|\Phi(u) - \Phi(v)\|^2)`; with
+    `pairs="all"` the mean takes `u = v` too, as in the paper's expectation. On the
+    sphere it is the loss of U-Hop+ at temperature `1 / (2 t)`, up to a constant.
 
     The mean of the exponentials is at least the exponential of the mean exponent
-    (Jensen), and the largest exponent is at least the mean exponent. For `M` features
-    in `D` dimensions the bounds are:
+    (Jensen), and the mean cosine is least if the features sum to zero: on the sphere
+    the loss is at least :math:`-2 t M / (M - 1)`. The regular simplex attains the bound
+    for `M <= D + 1`. The bound holds for more features and with all pairs too, but is
+    not attained. Without normalisation there is no bound.
+    """
 
-    - `average`: :math:`-2 t M / (M - 1)`, since the mean cosine is least if the
-      features sum to zero. The regular simplex attains the bound for `M <= D + 1`. The
-      bound holds for more features too, but is not attained.
-    - `maximum`: the same for `M <= D + 1`, else :math:`-2 t`, since some cosine is then
-      at least zero (Rankin 1955); attained for `M <= 2 D`.
-    - `deep`: :math:`2 t (c - 1)` with :math:`c = \max(0, (M - D) / (D (M - 1)))`, the
-      least mean squared cosine (Welch 1974). For `M <= D` orthogonal features attain
-      :math:`-2 t`; for `M > D` equiangular tight frames attain the bound, where they
-      exist.
+    def _least(self, M, D):
+        return -M / jnp.maximum(M - 1, 1.0) if self.normalize else -jnp.inf
+
+
+class MaximumLoss(SeparationLoss):
+    r"""The maximum loss, :math:`\max_{u \ne v} -t \|\Phi(u) - \Phi(v)\|^2`.
+
+    On the sphere it is at least :math:`-2 t M / (M - 1)` for `M <= D + 1`, as the
+    average loss, else :math:`-2 t`, since some cosine is then at least zero (Rankin
+    1955); attained for `M <= 2 D`. Without normalisation there is no bound.
+    """
+
+    def _reduce(self, exponents, valid, distinct):
+        exponents = jnp.where(valid & distinct, exponents, -jnp.inf)
+        # The gradient of `max` compares the maximum with the entries. If XLA computes
+        # them twice with different rounding, no entry equals the maximum and the
+        # gradient is zero. `argmax` avoids the comparison.
+        flat = exponents.reshape(*exponents.shape[:-2], -1)
+        index = lax.stop_gradient(flat).argmax(-1, keepdims=True)
+        top = jnp.take_along_axis(flat, index, axis=-1)[..., 0]
+        return jnp.where(jnp.isfinite(top), top, 0.0)
+
+    def _least(self, M, D):
+        if not self.normalize:
+            return -jnp.inf
+        return jnp.where(M <= D + 1, -M / jnp.maximum(M - 1, 1.0), -1.0)
+
+
+class DeepLoss(_MeanLoss):
+    r"""The loss for layers [dfn:separation-loss].
+
+    :math:`\log \mathrm{mean}_{u \ne v} \exp(2t (K(u, v)^2 - 1))`; with `pairs="all"`
+    the mean takes `u = v` too. On the sphere the loss is at least :math:`2 t (c - 1)`
+    with :math:`c = \max(0, (M - D) / (D (M - 1)))`, the least mean squared cosine
+    (Welch 1974). For `M <= D` orthogonal features attain :math:`-2 t`; for `M > D`
+    equiangular tight frames attain the bound, where they exist. Without normalisation
+    the loss is at least :math:`-2 t`.
+    """
+
+    of_inner_products: ClassVar[bool] = True
+
+    def _exponents(self, pairs):
+        return 2 * self.t * (pairs * pairs - 1)
+
+    def _least(self, M, D):
+        if not self.normalize:
+            return -1.0
+        return jnp.maximum(M - D, 0.0) / (D * jnp.maximum(M - 1, 1.0)) - 1
+
+
+LOSSES: dict[str, type[SeparationLoss]] = {
+    "average": AverageLoss,
+    "maximum": MaximumLoss,
+    "deep": DeepLoss,
+}
+
+
+def loss_from_name(name: str, t: ArrayLike = 2.0) -> SeparationLoss:
+    """The separation loss with the name that configs and command lines use.
 
     Args:
-      number: `M`, the number of valid features.
-      dimension: `D`, the dimension of the features.
-      kind: `average`, `maximum` or `deep`.
+      name: `average`, `maximum` or `deep`.
       t: scale of the loss, positive.
 
-    Returns:
-      The bound; 0 for fewer than two features, whose loss is 0.
-
     Raises:
-      ValueError: if an argument is out of range or unknown.
+      ValueError: if the name is unknown; the message lists the choices.
     """
-    check_count("dimension", dimension, 1)
-    check_choice("separation loss", kind, LOSSES)
-    check_positive("t", t)
-    M = jnp.asarray(number).astype(jnp.result_type(float))
-    D, M_minus_1 = float(dimension), jnp.maximum(M - 1, 1.0)
-    if kind == "deep":
-        least = jnp.maximum(M - D, 0.0) / (D * M_minus_1) - 1
-    else:
-        least = -M / M_minus_1
-        if kind == "maximum":
-            least = jnp.where(M <= D + 1, least, -1.0)
-    return jnp.where(M < 2, 0.0, 2 * jnp.asarray(t).astype(M.dtype) * least)
+    check_choice("separation loss", name, LOSSES)
+    return LOSSES[name](t)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuses anything but a separation loss."""
+    if not isinstance(loss, SeparationLoss):
+        raise ValueError(
+            f"loss must be a separation loss such as AverageLoss(t=2.0), got {loss!r}"
+        )
 
 
 def smallest_separation(
@@ -169,19 +312,6 @@ def scaled_rows(x: Array) -> Array:
     return x * jnp.ldexp(jnp.ones((), x.dtype), -exponent)
 
 
-class Loss(NamedTuple):
-    """The static options of `separation_loss`."""
-
-    kind: str
-    normalize: bool
-    pairs: str
-
-    @property
-    def of_distances(self) -> bool:
-        """Whether the loss depends on distances alone, wherever the origin is."""
-        return not self.normalize and self.kind != "deep"
-
-
 def squared_distances(features: Array) -> Array:
     """Squared distances `(..., M, M)`, from differences: a Gram matrix loses digits."""
     if features.ndim > 2:
@@ -201,53 +331,9 @@ def _on_sphere(gram: Array) -> Array:
     return gram * inverse[..., :, None] * inverse[..., None, :]
 
 
-def loss_of_gram(
-    gram: Array, loss: Loss, t: Array, where: Array | None = None
-) -> Array:
-    """`separation_loss`, from the `(..., M, M)` Gram matrix of the features."""
-    if loss.normalize:
-        gram = _on_sphere(gram)
-    if loss.kind == "deep":
-        exponent = 2 * t * (gram * gram - 1)
-    else:
-        exponent = jnp.where(_distinct(gram), -2 * t * (1 - gram), 0.0)
-    return _over_pairs(exponent, loss, where)
-
-
-def loss_of_distances(
-    squared: Array, loss: Loss, t: Array, where: Array | None = None
-) -> Array:
-    """`separation_loss`, from the `(..., M, M)` squared distances of the features."""
-    return _over_pairs(-t * squared, loss, where)
-
-
 def _distinct(pairs: Array) -> Array:
     """True off the diagonal, in the shape `(..., M, M)` of `pairs`."""
     return jnp.broadcast_to(~jnp.eye(pairs.shape[-1], dtype=bool), pairs.shape)
-
-
-def _over_pairs(exponent: Array, loss: Loss, where: Array | None) -> Array:
-    """The largest exponent `(..., M, M)`, or the logarithm of the mean exponential."""
-    distinct = _distinct(exponent)
-    counted = jnp.ones_like(distinct) if loss.pairs == "all" else distinct
-    if where is not None:
-        counted = counted & where[..., :, None] & where[..., None, :]
-    exponent = jnp.where(counted, exponent, -jnp.inf)
-    if loss.kind == "maximum":
-        exponent = jnp.where(distinct, exponent, -jnp.inf)
-        # The gradient of `max` compares the maximum with the entries. If XLA computes
-        # them twice with different rounding, no entry equals the maximum and the
-        # gradient is zero. `argmax` avoids the comparison.
-        flat = exponent.reshape(*exponent.shape[:-2], -1)
-        index = lax.stop_gradient(flat).argmax(-1, keepdims=True)
-        top = jnp.take_along_axis(flat, index, axis=-1)[..., 0]
-        return jnp.where(jnp.isfinite(top), top, 0.0)
-    number = jnp.where((counted & distinct).any((-2, -1)), counted.sum((-2, -1)), 0)
-    top = lax.stop_gradient(exponent.max((-2, -1)))
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    total = jnp.exp(exponent - top[..., None, None]).sum((-2, -1))
-    mean = total / jnp.maximum(number, 1).astype(total.dtype)
-    return jnp.where(number > 0, top + jnp.log(jnp.where(number > 0, mean, 1.0)), 0.0)
 
 
 def delta_min_of_gram(gram: Array) -> Array:

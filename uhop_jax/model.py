@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 
 from uhop_jax._checks import check_positive, native
 from uhop_jax._pytree import Pytree
+from uhop_jax.kernels import Identity
 from uhop_jax.separation import Separation, Softmax, check_separation
 from uhop_jax.similarity import Dot, Similarity, check_similarity
 
@@ -58,7 +59,7 @@ class Model(Pytree):
     def name(self) -> str:
         """The types of similarity, kernel and separation, for messages."""
         kernel = self.similarity.kernel
-        inner = "" if kernel is None else f"({type(kernel).__name__})"
+        inner = "" if isinstance(kernel, Identity) else f"({type(kernel).__name__})"
         return (
             f"{type(self.similarity).__name__}{inner} with "
             f"{type(self.separation).__name__}"

@@ -314,7 +314,7 @@ def check(
 def check_iterable(similarity: Similarity) -> None:
     """Refuses a kernel that maps memories and queries differently."""
     kernel = similarity.kernel
-    if kernel is not None and not kernel.has_energy:
+    if not kernel.has_energy:
         raise ValueError(
             f"{type(kernel).__name__} maps queries and memories differently: it has "
             "one update only and cannot be iterated"

@@ -1,7 +1,7 @@
 r"""Similarities: how a state is compared with the memories.
 
 A similarity is a comparison (dot product, cosine, a distance) in a space of features:
-the raw patterns (`kernel=None`) or the features `Phi` of a kernel, :math:`K(u, v) =
+the features `Phi` of a kernel, which are by default the raw patterns: :math:`K(u, v) =
 \langle \Phi(u), \Phi(v) \rangle`. Larger is closer: a distance becomes a similarity by
 a minus sign. `Dot(W)` is the paper's kernel [eqn:linear_kernel], `Cosine(W)` its
 angular form.
@@ -32,7 +32,7 @@ from uhop_jax._checks import (
 )
 from uhop_jax._products import contract, shifted, weigh
 from uhop_jax._pytree import Pytree, varying_alike
-from uhop_jax.kernels import Kernel
+from uhop_jax.kernels import Identity, Kernel
 
 COMPONENTS = 16  # number of components that distances sum at a time
 
@@ -43,7 +43,7 @@ class Similarity(Pytree, abc.ABC):
     Subclasses implement `_compare`; `keys`, `combine` and `self_energy` have defaults.
 
     Attributes:
-      kernel: the feature map, or None for the raw patterns.
+      kernel: the feature map; `Identity()` compares the raw patterns.
       comparison_has_energy: whether an energy is known that an update never raises.
       needs_normalized: whether weights must sum to one for this energy.
     """
@@ -51,7 +51,7 @@ class Similarity(Pytree, abc.ABC):
     comparison_has_energy: ClassVar[bool] = False
     needs_normalized: ClassVar[bool] = False
 
-    kernel: Kernel | None = None
+    kernel: Kernel = Identity()
 
     def __call__(
         self,
@@ -78,7 +78,7 @@ class Similarity(Pytree, abc.ABC):
         query = as_floating(query, "query")
         check_patterns(memories, query, self)
         observed = check_observed(observed, query)
-        if observed is None or self.kernel is None or not self.kernel.local:
+        if observed is None or not self.kernel.local:
             keys = self.keys(memories)
             return self.compare(keys, self.state(query, observed), observed)
 
@@ -102,8 +102,6 @@ class Similarity(Pytree, abc.ABC):
         observed: Bool[Array, " d"] | None = None,
     ) -> Float[Array, "M D"]:
         """Features of the memories, with which states are compared."""
-        if self.kernel is None:
-            return memories
         return self.kernel.memory_features(memories, observed)
 
     def state(
@@ -112,11 +110,7 @@ class Similarity(Pytree, abc.ABC):
         observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch D"]:
         """The first state: the features of the query."""
-        if self.kernel is not None:
-            return self.kernel.query_features(query, observed)
-        if observed is None:
-            return query
-        return jnp.where(observed, query, jnp.zeros((), query.dtype))
+        return self.kernel.query_features(query, observed)
 
     def compare(
         self,
@@ -142,8 +136,7 @@ class Similarity(Pytree, abc.ABC):
 
     def has_energy(self) -> bool:
         """Whether the comparison and the kernel both have an energy."""
-        kernel_allows = self.kernel is None or self.kernel.has_energy
-        return self.comparison_has_energy and kernel_allows
+        return self.comparison_has_energy and self.kernel.has_energy
 
     @abc.abstractmethod
     def _compare(self, keys: Array, state: Array, restrict: Any) -> Array:
@@ -155,8 +148,8 @@ class Similarity(Pytree, abc.ABC):
         return state if restrict is None else jnp.where(restrict, state, 0.0)
 
     def _restriction(self, observed: Any) -> Any:
-        """`observed` for raw patterns; None for a kernel, whose features use it."""
-        return observed if self.kernel is None else None
+        """`observed`, or None for a kernel whose features already use it."""
+        return observed if self.kernel.componentwise else None
 
 
 class Dot(Similarity):
@@ -338,11 +331,16 @@ def _squared_distance_jvp(primals, tangents):
 
 
 def check_similarity(similarity: Any) -> None:
-    """Refuses anything but a similarity."""
+    """Refuses anything but a similarity with a kernel."""
     if not isinstance(similarity, Similarity):
         raise ValueError(
             f"similarity must be one of {', '.join(c.__name__ for c in _CLASSES)}, "
             f"got {similarity!r}"
+        )
+    if not isinstance(similarity.kernel, Kernel):
+        raise ValueError(
+            "kernel must be a Kernel such as LinearKernel(weights), got "
+            f"{type(similarity.kernel).__name__}"
         )
 
 
@@ -361,15 +359,8 @@ def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
             f"memories have dimension {memories.shape[-1]}, queries {query.shape[-1]}"
         )
     kernel = similarity.kernel
-    if kernel is None:
-        return
-    if not isinstance(kernel, Kernel):
-        raise ValueError(
-            "kernel must be a Kernel such as LinearKernel(weights), got "
-            f"{type(kernel).__name__}"
-        )
     kernel.check()
-    if kernel.dimension != memories.shape[-1]:
+    if kernel.dimension not in (None, memories.shape[-1]):
         raise ValueError(
             f"kernel maps dimension {kernel.dimension}, memories have dimension "
             f"{memories.shape[-1]}"
@@ -400,12 +391,12 @@ SIMILARITIES: dict[str, type[Similarity]] = {
 _CLASSES = tuple(SIMILARITIES.values())
 
 
-def similarity_from_name(name: str, kernel: Kernel | None = None) -> Similarity:
+def similarity_from_name(name: str, kernel: Kernel = Identity()) -> Similarity:
     """The similarity with the name that configs and command lines use.
 
     Args:
       name: `dot`, `cosine`, `squared_l2`, `l2` or `l1`.
-      kernel: the feature map, or None for the raw patterns.
+      kernel: the feature map, by default of the raw patterns.
 
     Raises:
       ValueError: if the name is unknown; the message lists the choices.

@@ -36,7 +36,7 @@ def _is_kernel(x: Any) -> bool:
 
 
 def save(path: str | Path, tree: Any) -> Path:
-    """Saves a model, kernel, similarity, separation, memory, calibration or corruption.
+    """Saves a model, kernel, similarity, separation, loss, memory or calibration.
 
     The file is written completely or not at all: an existing file is replaced only
     after everything is written. If several processes write, the last one wins.

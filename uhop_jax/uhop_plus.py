@@ -20,10 +20,11 @@ from uhop_jax._checks import (
     check_memory_set,
     working_dtype,
 )
+from uhop_jax._descent import descend
 from uhop_jax._pytree import varying_alike
 from uhop_jax.kernels import LinearKernel
-from uhop_jax.losses import Loss, scaled_rows
-from uhop_jax.stage_one import StageOne, descend
+from uhop_jax.losses import AverageLoss, scaled_rows
+from uhop_jax.stage_one import StageOne
 
 
 def fit_annealed(
@@ -107,7 +108,6 @@ def _fit_annealed(
         first = (number == 0) & (D >= r)
         return jnp.where(first, jnp.eye(D, r, dtype=memories.dtype), gaussian)
 
-    loss = Loss("average", True, "distinct")
     steps = ts.shape[0] - 1
     optimizer = optax.adam(1.0)
     ts = ts.astype(memories.dtype)
@@ -118,7 +118,7 @@ def _fit_annealed(
         def body(carry, inputs):
             weights, state, best, best_delta = carry
             t, rate = inputs
-            (value, delta), gradient = descend(memories, weights, loss, t)
+            (value, delta), gradient = descend(memories, weights, AverageLoss(t))
             better = delta > best_delta
             best = jnp.where(better, weights, best)
             best_delta = jnp.where(better, delta, best_delta)
@@ -135,7 +135,7 @@ def _fit_annealed(
         (weights, _, best, best_delta), history = lax.scan(
             body, carry, (ts[:-1], rates)
         )
-        (value, delta), _ = descend(memories, weights, loss, ts[-1])
+        (value, delta), _ = descend(memories, weights, AverageLoss(ts[-1]))
         better = delta > best_delta
         best = jnp.where(better, weights, best)
         losses, deltas = (

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from uhop_jax._checks import check_choice
 from uhop_jax._pytree import Pytree
-from uhop_jax.corruption import Mask, Noise, scale_of
+from uhop_jax.corruption import Mask, Noise, NormNoise, scale_of
 
 KINDS = (
     *("mask", "known_mask", "noise", "folded_noise", "norm_noise"),
@@ -41,19 +41,15 @@ class FoldedNoise(Pytree):
     The authors' code does so: negative values come back as positive values.
 
     Attributes:
-      scale: standard deviation for each component, or with `kind="norm"` the Euclidean
-        norm of the whole noise vector.
-      kind: `pixel` or `norm`.
+      scale: standard deviation of the noise of each component.
     """
 
     scale: ArrayLike = 0.5
-    kind: str = dataclasses.field(default="pixel", metadata={"static": True})
 
     def __call__(
         self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
     ) -> Float[Array, "*batch d"]:
-        noisy = Noise(self.scale, low=None, high=None, kind=self.kind)(key, patterns)
-        return jnp.clip(jnp.abs(noisy), 0, 1)
+        return _folded(Noise(self.scale, low=None, high=None)(key, patterns))
 
     def log_likelihood(
         self,
@@ -62,7 +58,7 @@ class FoldedNoise(Pytree):
         *,
         observed: None = None,
     ) -> Float[Array, "Q M"]:
-        """`log p(query | memory)` up to a constant of the query; for `kind="pixel"`."""
+        """`log p(query | memory)` up to a constant of the query."""
         del observed  # this noise hides nothing
         scale, exact = scale_of(self.scale, memories.dtype)
         clamped = query >= 1
@@ -70,7 +66,7 @@ class FoldedNoise(Pytree):
         beyond = jnp.logaddexp(
             logcdf((memories - 1) / scale), logcdf((-1 - memories) / scale)
         )
-        intact = jnp.clip(jnp.abs(memories), 0, 1)
+        intact = _folded(memories)
 
         def folded(row: tuple[Array, Array]) -> Array:
             value, inside = (x[None] for x in row)
@@ -81,6 +77,25 @@ class FoldedNoise(Pytree):
             return jnp.where(exact, jnp.where(same, 0.0, -jnp.inf), noisy)
 
         return jax.lax.map(folded, (query, ~clamped))
+
+
+class FoldedNormNoise(Pytree):
+    """Like `FoldedNoise`, with noise whose whole vector has a given norm.
+
+    Attributes:
+      scale: the Euclidean norm of the noise vector.
+    """
+
+    scale: ArrayLike = 0.5
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        return _folded(NormNoise(self.scale, low=None, high=None)(key, patterns))
+
+
+def _folded(patterns: Array) -> Array:
+    return jnp.clip(jnp.abs(patterns), 0, 1)
 
 
 class Block(Pytree):
@@ -243,8 +258,8 @@ def corruption_of(
             return FoldedNoise(level)
         case "norm_noise":
             if reference:
-                return FoldedNoise(level, kind="norm")
-            return Noise(level, kind="norm", **limits)
+                return FoldedNormNoise(level)
+            return NormNoise(level, **limits)
         case "block":
             return Block(level, size)
         case "blur":

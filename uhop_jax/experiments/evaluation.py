@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 from uhop_jax._products import weigh
 from uhop_jax.corruption import Corruption, posterior
 from uhop_jax.experiments.methods import Method
-from uhop_jax.kernels import Kernel
-from uhop_jax.losses import Loss, delta_min_of_gram, loss_of_gram
+from uhop_jax.kernels import Identity, Kernel
+from uhop_jax.losses import AverageLoss, delta_min_of_gram
 from uhop_jax.model import Model
 from uhop_jax.separation import Separation
 from uhop_jax.similarity import Dot, Similarity
@@ -110,7 +110,7 @@ def entries_of(
     """Every method with every kernel of its family."""
     entries = []
     for method in methods:
-        family = kernels[method.family] if method.family else {"": None}
+        family = kernels[method.family] if method.family else {"": Identity()}
         for setting, kernel in family.items():
             model = Model(method.similarity(kernel), method.separation, beta=1.0)
             entries.append(Entry(method, setting, model))
@@ -215,8 +215,7 @@ def separations(
 @jax.jit
 def _separations(grams: Array, t: Array) -> tuple[Array, Array]:
     """Loss and `Delta_min` of Gram matrices `(sets, entries, M, M)`."""
-    loss = Loss("average", normalize=True, pairs="distinct")
-    return loss_of_gram(grams, loss, t), delta_min_of_gram(grams)
+    return AverageLoss(t).from_pairs(grams), delta_min_of_gram(grams)
 
 
 def _middle_of_least(errors: np.ndarray, places: np.ndarray, scale: np.ndarray) -> int:

@@ -13,6 +13,7 @@ from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import Centering, Kernel, LikelihoodKernel
 from uhop_jax.likelihood import fit_likelihood
+from uhop_jax.losses import loss_from_name
 from uhop_jax.separation import (
     Entmax15,
     Polynomial,
@@ -45,14 +46,14 @@ class Method(NamedTuple):
 
     Attributes:
       name: label in tables.
-      similarity: makes the similarity from the kernel, or from None.
+      similarity: makes the similarity from the kernel.
       separation: maps scaled overlaps to weights.
-      family: key into the kernels of `fit_kernels`, or "" for no kernel.
+      family: key into the kernels of `fit_kernels`, or "" for `Identity`.
       group: heading under which figures draw it.
     """
 
     name: str
-    similarity: Callable[[Kernel | None], Similarity]
+    similarity: Callable[[Kernel], Similarity]
     separation: Separation
     family: str = ""
     group: str = "models of the paper"
@@ -63,7 +64,8 @@ class Settings(NamedTuple):
 
     Attributes:
       start: of the kernel: `identity`, or `gaussian` as in the paper.
-      rates: step sizes of each family in units of `d`, one number or one for each step.
+      relative_rates: learning rates of each family in units of `d`, one number or one
+        for each step.
       steps: numbers of steps of each family; each number gives a kernel.
       factors: multiples of the rates; each gives a kernel.
       t: scale of the separation loss.
@@ -73,7 +75,7 @@ class Settings(NamedTuple):
     """
 
     start: str
-    rates: Mapping[str, Any]
+    relative_rates: Mapping[str, Any]
     steps: Mapping[str, tuple[int, ...]]
     factors: tuple[float, ...] = (1.0,)
     t: float = 2.0
@@ -185,11 +187,10 @@ def fit_kernels(
             for factor in settings.factors:
                 fitted = fit_sgd(
                     learned,
-                    rate=factor * settings.rates[family],
+                    relative_rate=factor * settings.relative_rates[family],
                     steps=steps[-1],
                     start=start,
-                    kind=kind,
-                    t=settings.t,
+                    loss=loss_from_name(kind, settings.t),
                     snapshots=steps,
                     normalize_rows=settings.normalize_rows,
                     path="gram",

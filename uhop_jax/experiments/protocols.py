@@ -25,7 +25,7 @@ from uhop_jax.experiments.methods import (
     Method,
     Settings,
 )
-from uhop_jax.kernels import Kernel
+from uhop_jax.kernels import Identity, Kernel
 from uhop_jax.separation import Polynomial, Softmax, TopK
 from uhop_jax.similarity import (
     Cosine,
@@ -53,7 +53,7 @@ class Protocol(NamedTuple):
 class PositiveL2(NegativeL2):
     """The distance itself as a similarity, which retrieves the farthest memory."""
 
-    kernel: Kernel | None = None
+    kernel: Kernel = Identity()
 
     def _compare(self, keys, state, restrict) -> Array:
         return -super()._compare(keys, state, restrict)
@@ -62,7 +62,7 @@ class PositiveL2(NegativeL2):
 class PositiveL1(NegativeL1):
     """The distance itself as a similarity, which retrieves the farthest memory."""
 
-    kernel: Kernel | None = None
+    kernel: Kernel = Identity()
 
     def _compare(self, keys, state, restrict) -> Array:
         return -super()._compare(keys, state, restrict)
@@ -133,16 +133,17 @@ def check(config: ConfigDict) -> None:
     check_choice("protocol", config.protocol, METHODS)
     options = config.stage_one
     check_positive("stage_one.t", options.t)
-    check_positive("stage_one.rate", options.rate)
-    if not options.rates:
-        raise ValueError("stage_one.rates must name at least one, got none")
-    for rate in options.rates:
-        check_positive("stage_one.rates", rate)
+    check_positive("stage_one.relative_rate", options.relative_rate)
+    if not options.rate_factors:
+        raise ValueError("stage_one.rate_factors must name at least one, got none")
+    for factor in options.rate_factors:
+        check_positive("stage_one.rate_factors", factor)
     fixed = config.protocol == "reference" or config.variant == "scatter"
-    if fixed and set(options.rates) != {1}:
+    if fixed and set(options.rate_factors) != {1}:
         raise ValueError(
-            "stage_one.rates must be (1.0,) where rates are given, in the reference "
-            f"protocol and the scatter variant, got {tuple(options.rates)}"
+            "stage_one.rate_factors must be (1.0,) where rates are given, in the "
+            "reference protocol and the scatter variant, got "
+            f"{tuple(options.rate_factors)}"
         )
     check_choice("stage_one.start", options.start, ("gaussian", "identity"))
     check_positive("beta", config.beta)
@@ -163,11 +164,11 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
     """The protocol of a config that `check` passed, for patterns of a dimension."""
     options = config.stage_one
     steps = tuple(sorted({int(n) for n in options.steps}))
-    factors = tuple(sorted({float(factor) for factor in options.rates}))
+    factors = tuple(sorted({float(factor) for factor in options.rate_factors}))
     if config.protocol == "fair":
         settings = Settings(
             options.start,
-            rates={"average": options.rate, "maximum": options.rate},
+            relative_rates=dict.fromkeys(("average", "maximum"), options.relative_rate),
             steps={"average": steps, "maximum": steps},
             factors=factors,
             t=options.t,
@@ -176,7 +177,7 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
     elif config.protocol == "paper":
         settings = Settings(
             "gaussian",
-            rates={"average": 1 / dimension, "maximum": 1 / dimension},
+            relative_rates={"average": 1 / dimension, "maximum": 1 / dimension},
             steps={"average": steps, "maximum": steps},
             factors=factors,
             t=options.t,
@@ -191,7 +192,7 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
         }
         settings = Settings(
             "gaussian",
-            rates=rates,
+            relative_rates=rates,
             steps=dict.fromkeys(rates, steps),
             t=options.t,
             share=0.5 if "mask" in config.corruption.kinds else 1.0,

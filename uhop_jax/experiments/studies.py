@@ -14,6 +14,7 @@ from uhop_jax.experiments import evaluation, figures
 from uhop_jax.experiments.evaluation import Entry
 from uhop_jax.experiments.methods import Method
 from uhop_jax.experiments.sweep import SCORED, Cell, Study, base_row
+from uhop_jax.losses import AverageLoss
 from uhop_jax.model import Model
 from uhop_jax.plotting import Panel, Series
 from uhop_jax.separation import Entmax, Softmax
@@ -151,7 +152,7 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
         d = queries.memories.shape[-1]
         number = int(rng.integers(1, most + 1))
         normal, uniform = rng.normal(), rng.uniform(-1, 2)
-        rate = config.stage_one.rate * 10**uniform if fair else normal / d
+        rate = config.stage_one.relative_rate * 10**uniform if fair else normal / d
         start: Fitted = identity_start(d)
         if settings.start == "gaussian":
             start = gaussian_start(study.key(5, run), d)
@@ -159,10 +160,10 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             "Stage I",
             fit_sgd,
             queries.memories[0],
-            rate=jnp.full(most, rate),
+            relative_rate=jnp.full(most, rate),
             steps=most,
             start=start,
-            t=settings.t,
+            loss=AverageLoss(settings.t),
             snapshots=(number,),
             normalize_rows=settings.normalize_rows,
             path="gram",

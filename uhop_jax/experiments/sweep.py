@@ -391,13 +391,12 @@ def _numbers(scores: Scores, j: int, i: int) -> dict[str, float]:
 def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
     """Separation loss and `Delta_min`, by entry and memory set.
 
-    Only entries whose kernel has an energy are listed.
+    Only entries with a kernel that has an energy are listed.
     """
     index = [
         i
         for i, entry in enumerate(entries)
-        if entry.model.similarity.kernel is not None
-        and entry.model.similarity.kernel.has_energy
+        if entry.method.family and entry.model.similarity.kernel.has_energy
     ]
     if not index:
         return {}
@@ -432,8 +431,6 @@ def _calibrated(study: Study, cell: Cell, queries: Queries, j: int, index: int) 
 def _limit(corruption: Any, queries: Queries) -> Scores | None:
     """Scores of the posterior mean, where the likelihood is known in closed form."""
     if not hasattr(corruption, "log_likelihood"):
-        return None
-    if getattr(corruption, "kind", "pixel") != "pixel":
         return None
     return evaluation.scores_of_weights(
         evaluation.posterior_weights(corruption, queries), queries.memories

@@ -16,7 +16,7 @@ from uhop_jax._checks import (
     check_rngs,
     check_sizes,
 )
-from uhop_jax.losses import least_separation_loss, separation_loss
+from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
 
 STARTS = ("identity", "random", "uniform")
 
@@ -53,16 +53,15 @@ class SeparationRecord(nnx.Intermediate):
         Patterns are `(*sets, S, d)`; `where (*sets, S)` is true for valid patterns.
         """
         options = self.get_metadata()
-        kind, t, through = (options[name] for name in ("kind", "t", "through"))
+        loss, through = options["loss"], options["through"]
         features = kernel(patterns if through else lax.stop_gradient(patterns))
         *_, number, dimension = features.shape
         if where is not None:
             where = jnp.broadcast_to(where, features.shape[:-1])
             number = where.sum(-1)
-        loss = separation_loss(features, kind=kind, t=t, where=where)
-        least = least_separation_loss(number, dimension, kind=kind, t=t)
-        gap = loss - least.astype(loss.dtype)
-        return self.replace((*jax.tree.leaves(self), loss.mean(), gap.mean()))
+        value = loss(features, where=where)
+        gap = value - loss.least(number, dimension).astype(value.dtype)
+        return self.replace((*jax.tree.leaves(self), value.mean(), gap.mean()))
 
 
 class LinearFeatures(nnx.Module):
@@ -132,8 +131,8 @@ class SeparationLosses(NamedTuple):
 
     Attributes:
       loss: `(layers,)`, the separation loss of each layer's kernel.
-      gap: `(layers,)`, the loss minus `least_separation_loss`. Stage I cannot lower a
-        loss whose gap is zero.
+      gap: `(layers,)`, the loss minus its `least` value. Stage I cannot lower a loss
+        whose gap is zero.
     """
 
     loss: Float[Array, " layers"]
@@ -143,8 +142,7 @@ class SeparationLosses(NamedTuple):
 def separation_losses(
     model: nnx.Module,
     *inputs: Any,
-    kind: str = "average",
-    t: float = 2.0,
+    loss: SeparationLoss = AverageLoss(),
     through: bool = False,
     **options: Any,
 ) -> SeparationLosses:
@@ -157,8 +155,7 @@ def separation_losses(
     Args:
       model: a module with `Hopfield` layers that have a kernel.
       *inputs: positional arguments of the model.
-      kind: kind of the loss, as in `separation_loss`.
-      t: scale of the loss, as in `separation_loss`.
+      loss: the separation loss; its `t` is a number, not an array.
       through: let gradients pass through the memories to the layers before, as the
         authors' code does.
       **options: keyword arguments of the model.
@@ -169,11 +166,12 @@ def separation_losses(
       one each.
 
     Raises:
-      ValueError: if no layer has a kernel.
+      ValueError: if no layer has a kernel, or `loss` is no separation loss.
     """
+    check_loss(loss)
     model = nnx.clone(model)  # the model may be a constant of a trace
     for node in modules_of(model):
-        node.separation_record = SeparationRecord((), kind=kind, t=t, through=through)
+        node.separation_record = SeparationRecord((), loss=loss, through=through)
     model(*inputs, **options)
     records = [x for x in nnx.iter_graph(model) if isinstance(x[1], SeparationRecord)]
     records.sort(key=lambda x: [(isinstance(key, str), key) for key in x[0]])

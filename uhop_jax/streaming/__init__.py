@@ -136,7 +136,7 @@ def retrieve_streamed(
     rows, d = query.shape[:-1], query.shape[-1]
     number = int(np.prod(rows))
     kernel = similarity.kernel
-    if kernel is not None and kernel.set_axes:
+    if kernel.set_axes:
         raise ValueError(
             f"kernel has {kernel.set_axes} axes of memory sets, memories have 0"
         )
@@ -145,7 +145,7 @@ def retrieve_streamed(
     if observed is not None:
         if steps > 1:
             raise ValueError(f"observed is streamed with steps 1, got steps {steps}")
-        if kernel is not None and kernel.local:
+        if kernel.local:
             raise ValueError(
                 "observed is streamed without a kernel or with LikelihoodKernel, "
                 f"got {type(kernel).__name__}"

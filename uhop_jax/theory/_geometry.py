@@ -11,7 +11,13 @@ from uhop_jax._checks import (
     check_finite,
     working_dtype,
 )
-from uhop_jax.kernels import Centering, Kernel, LinearKernel, LowRankKernel
+from uhop_jax.kernels import (
+    Centering,
+    Identity,
+    Kernel,
+    LinearKernel,
+    LowRankKernel,
+)
 from uhop_jax.separation import Separation, check_separation
 from uhop_jax.similarity import (
     Cosine,
@@ -103,11 +109,11 @@ def checked_memories(
         )
     check_patterns(memories, memories, similarity)
     kernel = similarity.kernel
-    if kernel is not None and kernel.set_axes:
+    if kernel.set_axes:
         raise ValueError(
             f"kernel has {kernel.set_axes} axes of memory sets, memories have none"
         )
-    if features and kernel is not None and not kernel.has_energy:
+    if features and not kernel.has_energy:
         raise ValueError(
             f"{type(kernel).__name__} maps queries and memories differently: memories "
             "have no ball in its features"
@@ -147,18 +153,17 @@ def margin_of(separation: Separation) -> ArrayLike:
     return margin
 
 
-def check_linear(kernel: Kernel | None) -> None:
+def check_linear(kernel: Any) -> None:
     """Refuses a kernel that is not one linear map for memories and queries."""
-    if not isinstance(kernel, (LinearKernel, LowRankKernel, Centering, type(None))):
+    if not isinstance(kernel, (Identity, LinearKernel, LowRankKernel, Centering)):
         raise ValueError(
-            "kernel must be a LinearKernel, LowRankKernel, Centering or None, got "
+            "kernel must be a LinearKernel, LowRankKernel, Centering or Identity, got "
             f"{type(kernel).__name__}"
         )
-    if kernel is not None:
-        kernel.check()
-    if kernel is not None and not kernel.has_energy:
+    kernel.check()
+    if not kernel.has_energy:
         raise ValueError("kernel must have one center for memories and queries")
-    if kernel is not None and kernel.set_axes:
+    if kernel.set_axes:
         raise ValueError(
             f"kernel must be a single kernel, got {kernel.set_axes} axes of memory sets"
         )
@@ -177,7 +182,7 @@ def active_values(values: Array, weights: Array) -> Array:
 
 
 @jax.jit
-def image_of(kernel: Kernel | None) -> Array | None:
+def image_of(kernel: Kernel) -> Array | None:
     """Columns `(D, r)`, orthonormal or zero, that span the image of the kernel.
 
     None for kernels whose image is the whole space.

@@ -65,7 +65,7 @@ def log_rbf(
     memories: Float[Array, "M d"],
     query: Float[Array, "*batch d"],
     *,
-    scale: ArrayLike = 2.0,
+    t: ArrayLike = 2.0,
     similarity: Similarity = Dot(),
 ) -> Float[Array, "*batch M"]:
     r""":math:`\ell_\Phi(\xi_\mu, x) = -t \|\Phi(\xi_\mu) - \Phi(x)\|^2`.
@@ -76,14 +76,14 @@ def log_rbf(
     Args:
       memories: stored patterns.
       query: states.
-      scale: `t`, positive.
+      t: scale of the exponent, positive.
       similarity: similarity whose features are used.
 
     Returns:
       Values of at most zero.
 
     Raises:
-      ValueError: if `scale` is not positive, or shapes do not fit.
+      ValueError: if `t` is not positive, or shapes do not fit.
     """
     memories = checked_memories(memories, similarity, features=True)
     query = as_floating(query, "query")
@@ -91,7 +91,7 @@ def log_rbf(
     query = query.astype(working_dtype(query))
     keys, state = similarity.keys(memories), similarity.state(query)
     squared = NegativeSquaredL2()(keys, state)
-    return squared * as_scalar("scale", scale, squared.dtype)
+    return squared * as_scalar("t", t, squared.dtype)
 
 
 def pattern_separation(
@@ -283,7 +283,7 @@ def exact_retrieval_distance(model: Model) -> ExactDistance:
 
     Args:
       model: a model with similarity `Dot`, whose kernel is a `LinearKernel`, a
-        `LowRankKernel`, a `Centering` or None.
+        `LowRankKernel`, a `Centering` or `Identity`.
 
     Returns:
       `ExactDistance`; `sufficient` is infinite for a kernel with a null direction.
@@ -444,7 +444,7 @@ def representation(
 
 
 def gradient_descent_bound(
-    distance: ArrayLike, *, step_size: ArrayLike, steps: int
+    distance: ArrayLike, *, learning_rate: ArrayLike, steps: int
 ) -> Float[Array, "*shape"]:
     r"""Bound on the gap of gradient descent on a smooth convex function.
 
@@ -455,7 +455,7 @@ def gradient_descent_bound(
 
     Args:
       distance: :math:`\|x_0 - x^\star\|`, at least zero.
-      step_size: :math:`\gamma`, positive.
+      learning_rate: :math:`\gamma`, positive.
       steps: `k`, at least 1.
 
     Returns:
@@ -465,7 +465,7 @@ def gradient_descent_bound(
       ValueError: if an argument is out of range.
     """
     check_at_least("distance", distance, 0.0)
-    check_positive("step_size", step_size)
+    check_positive("learning_rate", learning_rate)
     check_count("steps", steps, 1)
     distance = as_floating(distance, "distance")
-    return distance**2 / (2 * jnp.asarray(step_size).astype(distance.dtype) * steps)
+    return distance**2 / (2 * jnp.asarray(learning_rate).astype(distance.dtype) * steps)

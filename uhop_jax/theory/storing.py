@@ -22,6 +22,7 @@ from uhop_jax._checks import (
     check_on_host,
     working_dtype,
 )
+from uhop_jax.kernels import Identity
 from uhop_jax.model import Model, check_model
 from uhop_jax.retrieval import converge
 from uhop_jax.similarity import Cosine
@@ -207,7 +208,7 @@ def _stored(key, model, memories, mask, image, tolerance, samples, max_steps) ->
     """`stored` for the memories of a mask, with checked arguments."""
     keys, _, _, radius = geometry_of(memories, model.similarity, mask)
     # The dynamics run on features, which need no kernel.
-    bare = dataclasses.replace(model.similarity, kernel=None)
+    bare = dataclasses.replace(model.similarity, kernel=Identity())
     on_features = dataclasses.replace(model, similarity=bare)
     on_sphere = isinstance(bare, Cosine)
 

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from uhop_jax import plotting
 from uhop_jax._checks import check_count, check_positive, check_seed
+from uhop_jax.losses import loss_from_name
 from uhop_jax.training.arms import arm_of
 from uhop_jax.training.run import Goal
 from uhop_jax.training.steps import (
@@ -69,12 +70,12 @@ class Application(abc.ABC):
         """The trainer of a cell."""
         arm, task = arm_of(cell.arm), self.task(cell)
         batch = min(self.config.train.batch_size, task.train.size)
+        options = dict(self.config.stage_one)
+        loss = loss_from_name(options.pop("loss"), options.pop("t"))
         return Trainer(
             task,
             self.optimizer(-(-task.train.size // batch)),
-            StageOne(
-                schedule=arm.schedule, by_task=arm.by_task, **self.config.stage_one
-            ),
+            StageOne(schedule=arm.schedule, by_task=arm.by_task, **options, loss=loss),
             batch_size=batch,
             seeds=self.seeds(cell),
         )

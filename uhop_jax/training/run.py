@@ -459,11 +459,11 @@ def _check_finite(
     """Refuses to go on with a loss that is not finite."""
     for name in ("loss", "separation"):
         if not np.isfinite(np.asarray(state.sums[name])).all():
-            rate = "train.learning_rate" if name == "loss" else "stage_one.rate"
+            part = "train" if name == "loss" else "stage_one"
             raise FloatingPointError(
                 f"the {name} is no longer finite in epoch {epoch + 1} of phase "
                 f"{phase.name}; checkpoints in {checkpoints.directory} are from "
-                f"before; lower {rate}"
+                f"before; lower {part}.learning_rate"
             )
 
 
