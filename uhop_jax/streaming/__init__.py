@@ -50,7 +50,7 @@ from uhop_jax.separation import (
     TopK,
 )
 from uhop_jax.similarity import Dot, Similarity, check_observed, check_patterns
-from uhop_jax.streaming._device import Stored
+from uhop_jax.streaming._device import Stored, check_unsplit
 from uhop_jax.streaming._host import Read
 from uhop_jax.streaming._passes import Model, Plan, check_numbers
 
@@ -129,7 +129,8 @@ def retrieve_streamed(
 
     Raises:
       ValueError: as in `retrieve`; or if a source cannot be read, a separation cannot
-        be streamed, or a second derivative is taken.
+        be streamed, an array is split over mesh axes of type `AxisType.Explicit`, or a
+        second derivative is taken.
     """
     check_count("steps", steps, 1)
     check_count("top", top, 0)
@@ -147,6 +148,16 @@ def retrieve_streamed(
     check_finite("query", query, observed)
     stored: Any = Stored if isinstance(memories, jax.Array) else Read
     source = stored.of(memories, values, mask)
+    check_unsplit(
+        memories=memories,
+        query=query,
+        beta=beta,
+        separation=separation,
+        similarity=similarity,
+        values=values,
+        mask=mask,
+        observed=observed,
+    )
     check_patterns(source.sample, query, similarity)
     check_numbers(separation, top, source.length)
     rows, d = query.shape[:-1], query.shape[-1]
