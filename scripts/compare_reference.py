@@ -8,8 +8,8 @@ algorithm unchanged. The two codes draw different memory sets, so that means agr
 to within standard errors: `z` is the difference of two means over its standard error.
 """
 
+import argparse
 import csv
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -52,7 +52,17 @@ def compare(results: Path) -> list[tuple[str, tuple, float, float, float]]:
 
 def main() -> None:
     """Prints every row, and the number of rows within two and three standard errors."""
-    rows = [row for path in sys.argv[1:] for row in compare(Path(path))]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="+", type=Path, help="results.csv of a run")
+    rows = []
+    for path in parser.parse_args().results:
+        try:
+            rows += compare(path)
+        except (OSError, KeyError, ValueError) as error:
+            parser.error(f"{path} is no results.csv of a retrieval run: {error!r}")
+    if not rows:
+        parser.error(f"the results have no cell in common with {OFFICIAL.name}")
+    print(f"{'table':20} {'method':20} {'cell':46} {'official':>9} {'here':>9}")
     for table, about, official, mean, z in rows:
         name, *rest = about[4], *about[:4], about[5]
         print(

@@ -467,13 +467,15 @@ def test_copies_for_different_purposes_have_different_keys(ties):
     assert len(set(keys)) == len(keys)
 
 
-def test_default_candidates_learn_from_their_own_copies():
+def test_default_candidates_learn_from_their_own_copies(monkeypatch):
+    copies = 16  # of each memory in `fit_likelihood`, in place of thousands
+    monkeypatch.setattr("uhop_jax.likelihood._VALUES", copies * MEMORIES[:8].size)
     _, keys = keys_used(
         lambda: default_candidates(
             KEY, MEMORIES[:8], Recorder(0.5), ridges=(1.0,), ranks=(2,)
         )
     )
-    assert len(keys) > 4
+    assert len(keys) > copies
     assert len(set(keys)) == len(keys)
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from uhop_jax import data, plotting
 from uhop_jax.experiments import figures
@@ -234,6 +235,54 @@ def test_a_figure_of_forecasts_has_the_target(drawn, columns, shown):
         "measured",
         "forecast",
     ]
+
+
+def with_words(words):
+    """Parts of a figure of each kind, with `words` wherever a caller may write."""
+    curves = {x: plotting.Series([1, 2], [1.0, 2.0], [0, 0]) for x in (words, "other")}
+    groups = {words: {words: (1.0, 0.1)}}
+    plane = np.arange(3.0), np.arange(4.0), np.arange(12.0).reshape(4, 3)
+    steps = np.arange(16.0).reshape(1, 8, 2)
+    landscape = plotting.Landscape(words, *plane, steps[0, :1], steps[:, :3] / 8)
+    names = {"names": [words, words], "titles": [words], "xlabel": words}
+    return {
+        "panels": ([plotting.Panel(words, curves, words, words, "log")], {}),
+        "comparisons": (
+            [plotting.Comparison(words, groups, words, None, (words, 0))],
+            {},
+        ),
+        "landscapes": ([landscape], {}),
+        "image_grid": ({words: np.zeros((1, 2, 2, 1))}, {"captions": {words: [words]}}),
+        "forecasts": (steps, {"ahead": steps[:, :2], **names}),
+    }
+
+
+@pytest.mark.parametrize("words", ["_a_{b$c$.csv", "na\udcefve", "$x^2$ 日本\t"])
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [("panels", 5), ("comparisons", 6), ("landscapes", 2), ("image_grid", 3)]
+    + [("forecasts", 5)],
+)
+def test_words_are_drawn_as_they_are(kind, places, words, tmp_path, monkeypatch):
+    """Mathematics in a file name raised, and names with `_` in front were left out."""
+    drawn, draw = set(), Text.draw
+    monkeypatch.setattr(Text, "draw", lambda text, x: drawn.add(text) or draw(text, x))
+    parts, options = with_words(words)[kind]
+    getattr(plotting, kind)(tmp_path / "a.png", parts, title=words, **options)
+    shown = words.replace("\udcef", "\\udcef")
+    visible = [text for text in drawn if text.get_visible()]
+    exact = [text for text in visible if text.get_text().strip() == shown.strip()]
+    assert len(exact) == places and not any(text.get_parse_math() for text in exact)
+
+
+def test_powers_of_ten_at_ticks_are_mathematics(tmp_path, monkeypatch):
+    drawn, draw = set(), Text.draw
+    monkeypatch.setattr(Text, "draw", lambda text, x: drawn.add(text) or draw(text, x))
+    curve = plotting.Series(10.0 ** np.arange(20), np.arange(20.0), np.zeros(20))
+    part = plotting.Panel("", {"a": curve}, "x", "y", "log")
+    plotting.panels(tmp_path / "a.png", [part])
+    powers = [text for text in drawn if "10^" in text.get_text()]
+    assert powers and all(text.get_parse_math() for text in powers)
 
 
 def test_a_png_is_small_and_keeps_its_colours(tmp_path):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_close, every_dtype
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import uhop_jax
 from uhop_jax import (
@@ -389,6 +390,23 @@ def test_wrong_input(change, message, untyped):
     parts = {name: arguments.pop(name) for name in PARTS if name in arguments}
     with pytest.raises(ValueError, match=message):
         retrieve_streamed(Model(**parts), **arguments)
+
+
+def test_explicit_axes_may_hold_an_array_but_not_split_it(untyped):
+    """JAX cannot follow tiles of a split array, and said so in its own words."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    arguments = {"memories": MEMORIES, "query": QUERY[0], "values": VALUES}
+    arguments |= {"mask": np.ones(COUNT, bool), "model": Model(beta=np.ones(4))}
+    expected = retrieve_streamed(**jax.tree.map(jnp.asarray, arguments))
+    whole = jax.device_put(arguments, NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh):
+        assert_close(retrieve_streamed(**whole).state, expected.state)
+    for name, x in arguments.items():
+        split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        message = f"{name} must not be split over mesh axes of type AxisType.Explicit"
+        for call in (retrieve_streamed, jax.jit(retrieve_streamed)):
+            with pytest.raises(ValueError, match=message):
+                call(**whole | {name: split})
 
 
 @pytest.mark.parametrize("kind", ["zip", "npz", "header", "objects", "long double"])

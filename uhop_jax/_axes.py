@@ -1,5 +1,7 @@
 """Parts of all figures of numbers: styles of curves, axes from zero, small files."""
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,11 +103,49 @@ def bars(mean: ArrayLike, spread: ArrayLike, positive: bool) -> np.ndarray | Non
     return np.stack([below, above])
 
 
+def legend(owner: Any, handles: Mapping[str, Any], **options: Any) -> None:
+    """A legend of handles by name; Matplotlib leaves out names that begin with `_`."""
+    blank = [" "] * len(handles)
+    drawn = owner.legend([*handles.values()], blank, fontsize=FONT, **options)
+    for text, name in zip(drawn.get_texts(), handles, strict=True):
+        text.set_text(name)
+
+
+def encodable(words: str) -> str:
+    """Words in which bytes of a file name that are no UTF-8 are written as escapes."""
+    return words.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def write(figure: Any, path: Path, *, dpi: int = 150) -> None:
+    """Writes a figure whose words show as they are, whatever their letters.
+
+    A name may hold dollars, which Matplotlib reads as mathematics, bytes that are no
+    UTF-8, which it refuses, or letters that its font lacks, of which it warns. The
+    numbers at the ticks are left to Matplotlib.
+    """
+    from matplotlib.axis import Axis
+    from matplotlib.text import Text
+
+    numbers = {
+        label
+        for axis in figure.findobj(Axis)
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+        for label in (tick.label1, tick.label2)
+        if label.get_parse_math()
+    }
+    for text in set(figure.findobj(Text)) - numbers:
+        text.set_parse_math(False)
+        text.set_text(encodable(text.get_text()))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph ")
+        figure.savefig(path, dpi=dpi)
+
+
 def save(figure: Any, path: Path) -> None:
     """Writes a figure of lines and letters; a png of 256 colours, a third as large."""
     from PIL import Image
 
-    figure.savefig(path, dpi=150)
+    write(figure, path)
     if path.suffix == ".png":
         with Image.open(path) as image:
             few = image.convert("RGB").quantize(

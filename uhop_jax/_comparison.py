@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from uhop_jax._axes import FONT, Style, _matplotlib, bars, from_zero, save
+from uhop_jax._axes import FONT, Style, _matplotlib, bars, encodable, from_zero, save
 
 
 class Comparison(NamedTuple):
@@ -147,7 +147,8 @@ def _compare(axis: Any, part: Comparison, parts: Sequence[Comparison]) -> None:
             fontsize=FONT,
             ha="center",
         )
-    axis.set_yticks(range(len(labels)), [name for name, _ in labels], fontsize=FONT)
+    names = [encodable(name) for name, _ in labels]
+    axis.set_yticks(range(len(labels)), names, fontsize=FONT, parse_math=False)
     for text, (_, bold) in zip(axis.get_yticklabels(), labels, strict=True):
         text.set_fontweight("bold" if bold else "normal")
     axis.set_ylim(len(labels) - 0.4, -0.6)

@@ -1,15 +1,23 @@
 """Figures of results; nothing is computed here."""
 
 import textwrap
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from uhop_jax._axes import FONT, Style, _matplotlib, bars, from_zero, save
+from uhop_jax._axes import (
+    FONT,
+    Style,
+    _matplotlib,
+    bars,
+    from_zero,
+    legend,
+    save,
+    write,
+)
 from uhop_jax._comparison import Comparison, comparisons
 
 __all__ = [
@@ -113,14 +121,16 @@ def panels(
     canvas(figure)
     share = len({part.ylabel for part in parts}) == 1
     axes = figure.subplots(rows, columns, squeeze=False, sharey=share).ravel()
+    first: dict[str, Any] = {}  # curves of the first panel, by name
     for place, (axis, part) in enumerate(zip(axes, parts, strict=False)):
+        handles = {}
         for name, series in part.series.items():
             number = names.index(name)
             style = part.styles.get(name) or Style(number, number)
             options = style.options()
             if part.points:
                 options["linestyle"] = "none"
-            axis.errorbar(
+            handles[name] = axis.errorbar(
                 series.x,
                 series.mean,
                 yerr=bars(series.mean, series.spread, part.yscale in ("auto", "log")),
@@ -147,16 +157,11 @@ def panels(
         axis.grid(alpha=0.3, linewidth=0.5)
         axis.tick_params(labelsize=FONT)
         if len(part.series) > 1 and not common:
-            axis.legend(
-                fontsize=FONT, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18)
-            )
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
+            legend(axis, handles, ncols=2, **below)
+        first = first or handles
     if common and len(names) > 1:
-        figure.legend(
-            *axes[0].get_legend_handles_labels(),
-            fontsize=FONT,
-            ncols=2 * columns,
-            loc="outside lower center",
-        )
+        legend(figure, first, ncols=2 * columns, loc="outside lower center")
     # After all data is drawn: a limit set earlier would hold for later panels.
     for axis, part in zip(axes, parts, strict=False):
         if part.yscale == "auto":
@@ -267,11 +272,9 @@ def image_grid(
                 axis.set_title(name, fontsize=8)
             if captions and name in captions:
                 words = _shortened(str(captions[name][i]))
-                axis.set_xlabel(words, fontsize=6, labelpad=2, parse_math=False)
+                axis.set_xlabel(words, fontsize=6, labelpad=2)
     figure.suptitle(title, fontsize=9)
-    with warnings.catch_warnings():  # of letters that the font does not have
-        warnings.filterwarnings("ignore", "Glyph ")
-        figure.savefig(path, dpi=160)
+    write(figure, path, dpi=160)
 
 
 def _shortened(words: str) -> str:
@@ -335,4 +338,4 @@ def landscapes(path: Path, parts: Sequence[Landscape], *, title: str = "") -> No
         )
     axes[0].legend(fontsize=7, loc="lower left")
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    write(figure, path)

@@ -231,7 +231,8 @@ def _run(
     timed = Timed(progress)
     shipped = cost("retrieval", config.variant)
     print(
-        f"{config.variant}: {len(cells)} cells, {progress.total:,} memory sets, "
+        f"{config.variant}: {len(cells)} cell{'s' * (len(cells) > 1)}, "
+        f"{progress.total:,} memory sets, "
         f"{before:,} of them done; cost as shipped, on 2 cores: {shipped}",
         flush=True,
     )

@@ -461,21 +461,25 @@ def start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
 
     One draw serves all linear maps of the module, and is compiled once.
     """
-    bounded = []  # variables and their bounds
+    places = []  # modules, names of variables, variables and bounds
     for node in modules_of(module):
         if isinstance(node, (nnx.Linear, nnx.LinearGeneral)):
             inputs = node.in_features
             number = inputs if isinstance(inputs, int) else math.prod(inputs)
-            parts = filter(None, (node.kernel, node.bias))
-            bounded += [(variable, number**-0.5) for variable in parts]
-    ends = np.cumsum([variable.size for variable, _ in bounded])
+            for name in ("kernel", "bias"):
+                if (variable := getattr(node, name)) is not None:
+                    places.append((node, name, variable, number**-0.5))
+    ends = np.cumsum([variable.size for _, _, variable, _ in places])
     draw: Any = jax.random.uniform(rngs.params(), (int(ends[-1]),), minval=-1.0)
     split: Any = jnp.split
     if not is_traced(draw):  # in JAX, each part would compile a program
         draw, split = np.asarray(draw), np.split
-    for (variable, bound), part in zip(bounded, split(draw, ends[:-1]), strict=True):
-        value = (bound * part).reshape(variable.shape)
-        variable[...] = jnp.asarray(value, variable.dtype)
+    for place, part in zip(places, split(draw, ends[:-1]), strict=True):
+        node, name, variable, bound = place
+        value = jnp.asarray((bound * part).reshape(variable.shape), variable.dtype)
+        # A variable that is set while it is traced searches the whole program.
+        new = type(variable).from_metadata(value, variable.get_metadata())
+        setattr(node, name, new)
 
 
 def _normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> nnx.Param:

@@ -43,7 +43,7 @@ from uhop_jax._checks import (
 from uhop_jax.model import Model, check_model
 from uhop_jax.retrieval import check_iterable
 from uhop_jax.similarity import check_observed, check_patterns
-from uhop_jax.streaming._device import ArraySource
+from uhop_jax.streaming._device import ArraySource, check_unsplit
 from uhop_jax.streaming._host import HostSource
 from uhop_jax.streaming._passes import check_numbers
 from uhop_jax.streaming._tiles import Plan, QueryModel
@@ -118,7 +118,8 @@ def retrieve_streamed(
 
     Raises:
       ValueError: as in `retrieve`; or if a source cannot be read, a separation cannot
-        be streamed, or a second derivative is taken.
+        be streamed, an array is split over mesh axes of type `AxisType.Explicit`, or a
+        second derivative is taken.
     """
     check_count("steps", steps, 1)
     check_count("top", top, 0)
@@ -131,6 +132,14 @@ def retrieve_streamed(
     observed = check_observed(observed, query)
     stored: Any = ArraySource if isinstance(memories, jax.Array) else HostSource
     source = stored.of(memories, values, mask)
+    check_unsplit(
+        model=model,
+        memories=memories,
+        query=query,
+        values=values,
+        mask=mask,
+        observed=observed,
+    )
     check_patterns(source.sample, query, similarity)
     check_numbers(separation, top, source.length)
     rows, d = query.shape[:-1], query.shape[-1]

@@ -65,6 +65,21 @@ class ArraySource(NamedTuple):
         return _run_on_device(plan, *varying_alike((model, query, self)))
 
 
+def check_unsplit(**arguments: Any) -> None:
+    """Raises if an argument, by name, holds an array that explicit mesh axes split.
+
+    The loops cut tiles out of the arrays, whose splitting JAX cannot follow as a type.
+    """
+    for name, argument in arguments.items():
+        for x in jax.tree.leaves(argument):
+            if isinstance(x, jax.Array) and any(jax.typeof(x).sharding.spec):
+                raise ValueError(
+                    f"{name} must not be split over mesh axes of type "
+                    "AxisType.Explicit to be streamed (memory_mesh() makes axes of "
+                    f"type AxisType.Auto), got {jax.typeof(x)}"
+                )
+
+
 @functools.partial(jax.jit, static_argnames="plan")
 def _run_on_device(plan: Plan, model: QueryModel, query: Array, stored: ArraySource):
     """Runs blocks of `plan.queries` queries, one after another."""

@@ -208,8 +208,9 @@ class Trainer:
         self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
         self.steps_per_epoch = -(-task.train.size // self.batch_size)
         model = nnx.eval_shape(lambda: task.build(nnx.Rngs(0)))
-        graphdef, kernels, *_ = nnx.split(model, KernelParam, ...)
-        self.graphdef: Any = graphdef
+        parts: Any = nnx.split(model, KernelParam, ...)
+        self.graphdef, kernels, rest = parts
+        self.shapes = kernels, rest
         self.has_kernels = bool(jax.tree.leaves(kernels))
         self.parameters = number_of_parameters(model)
         _check_memory(self.parameters, len(self.seeds), devices[0])
@@ -265,12 +266,12 @@ class Trainer:
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics of the task."""
 
-        def score(arrays: Any) -> dict[str, Array]:
-            model = self.task.build(nnx.Rngs(0))
+        def score(kernels: Any, rest: Any, arrays: Any) -> dict[str, Array]:
+            model = nnx.merge(self.graphdef, kernels, rest)
             batch = self.task.train.take(arrays, jnp.zeros(1, jnp.int32))
             return self.task.score(model, batch, None)
 
-        return tuple(jax.eval_shape(score, dict(self.task.train.arrays)))
+        return tuple(jax.eval_shape(score, *self.shapes, dict(self.task.train.arrays)))
 
     @functools.partial(jax.jit, static_argnums=0)
     def order(self, epoch: Array) -> dict[str, Array]:

@@ -76,7 +76,8 @@ def _train_cells(
         runs, shipped = len(set(map(study.run_of, cells))), ""
         if text := cost(CONFIGS[config.task], config.variant):
             shipped = f"; cost of {config.variant} as shipped, on 2 cores: {text}"
-        print(f"{runs} runs of up to {config.train.epochs} epochs{shipped}", flush=True)
+        number = f"{runs} run{'s' * (runs > 1)} of up to {config.train.epochs} epochs"
+        print(f"{number}{shipped}", flush=True)
     for cell in cells:
         began = time.monotonic()
         run, directory = study.run_of(cell), study.directory(cell)
