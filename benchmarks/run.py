@@ -7,6 +7,7 @@ the printed output, and a figure.
 """
 
 import core
+import fast
 import large
 import layers
 import stanhop
@@ -19,6 +20,7 @@ BENCHMARKS = [
     core.stage_one,
     core.retrieval,
     core.calibration,
+    fast.fast,
     layers.layers,
     training.steps,
     training.host,

@@ -27,7 +27,6 @@ from uhop_jax import (
     retrieve,
     retrieve_streamed,
 )
-from uhop_jax.streaming._passes import _short_exp2
 
 COUNT, D = 101, 6  # odd: no block divides it
 
@@ -262,16 +261,6 @@ def test_half_precision_sums_in_float32():
             Model(separation=separation, beta=1.0), memories, jnp.ones(2, jnp.float16)
         )
         assert_close(streamed.state, np.ones(2))
-
-
-def test_short_exponential():
-    x = np.linspace(-140, 0, 10_001).astype(np.float32)
-    y = np.asarray(jax.jit(_short_exp2)(x), np.float64)
-    exact = np.exp2(x.astype(np.float64))
-    normal = x > -126
-    np.testing.assert_allclose(y[normal], exact[normal], rtol=3e-7)
-    assert (y[x < -127] == 0).all()
-    assert np.isnan(_short_exp2(jnp.asarray([jnp.nan], jnp.float32))).all()
 
 
 @pytest.mark.parametrize("separation", SEPARATIONS[:5], ids=label)

@@ -20,7 +20,6 @@ against them.
 
 import enum
 import functools
-import math
 from typing import Any
 
 import jax
@@ -29,14 +28,6 @@ from jax import lax
 from jaxtyping import Array
 
 MAX_STEPS = 128
-_SQRT_HALF = 0x3F3504F3  # the bits of sqrt(1/2) in float32
-# A polynomial for `log1p(f) / f`, highest power first, for `1 + f` in
-# [sqrt(1/2), sqrt(2)). Its largest relative error, which the fit minimises, is 3e-8.
-# The polynomial costs half as much as `jnp.log1p`.
-_LOG1P_RATIO = (
-    *(0.08734751, -0.14307483, 0.14917989, -0.16570514, 0.19962071),
-    *(-0.25001755, 0.33333951, -0.49999991, 1.0),
-)
 
 
 class Power(enum.IntEnum):
@@ -66,20 +57,7 @@ def _log_exp(x: Array, e: Array) -> Array:
     """`log exp_e(x)` where `exp_e(x)` is positive; `x` itself at e = 0."""
     y = e * x
     inverse = 1.0 / jnp.where(e == 0, 1.0, e)
-    if x.dtype != jnp.float32:
-        return jnp.where(e == 0, x, jnp.log1p(jnp.where(y > -1, y, 0.0)) * inverse)
-    # `1 + y = 2^k (1 + f)` with `1 + f` near one. Where `k = 0`, `f` is `y` itself,
-    # without the rounding of `1 + y`, and `e` cancels in `log1p(e x) / e`.
-    bits = lax.bitcast_convert_type(1.0 + y, jnp.int32)
-    k = (bits - _SQRT_HALF) >> 23
-    mantissa = lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
-    near = k == 0
-    f = jnp.where(near, y, mantissa - 1.0)
-    ratio = jnp.zeros_like(f)
-    for c in _LOG1P_RATIO:
-        ratio = ratio * f + c
-    far = (k.astype(jnp.float32) * math.log(2) + f * ratio) * inverse
-    return jnp.where(near, x * ratio, far)
+    return jnp.where(e == 0, x, jnp.log1p(jnp.where(y > -1, y, 0.0)) * inverse)
 
 
 def _log_sum(f: Array, e: Array) -> Array:
@@ -176,23 +154,6 @@ def _advance(carry, sums, e: Array, upper: Array, limit: Array, ahead: Any):
     target = jnp.minimum(target, upper)
     moving = active & (f - 1 > limit) & (target > s)
     return jnp.where(moving, target, s), moving & ~(f - 1 <= ahead), step + 1
-
-
-def ordered_bits(x: Array) -> Array:
-    """Unsigned integers in the order of the floats."""
-    bits = jnp.finfo(x.dtype).bits
-    unsigned = jnp.dtype(f"uint{bits}")
-    raw = lax.bitcast_convert_type(x, unsigned)
-    sign = jnp.asarray(1 << (bits - 1), unsigned)
-    return jnp.where(raw >= sign, ~raw, raw | sign)
-
-
-def from_ordered(key: Array) -> Array:
-    """The floats of which `ordered_bits` are the integers."""
-    bits = jnp.iinfo(key.dtype).bits
-    sign = jnp.asarray(1 << (bits - 1), key.dtype)
-    raw = jnp.where(key >= sign, key ^ sign, ~key)
-    return lax.bitcast_convert_type(raw, jnp.dtype(f"float{bits}"))
 
 
 def switch(power: Power | Array, function):

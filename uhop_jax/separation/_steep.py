@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from uhop_jax._fast import from_ordered, ordered_bits
 from uhop_jax.separation._root import (
     MAX_STEPS,
-    from_ordered,
     no_steps,
-    ordered_bits,
     tolerance,
 )
 

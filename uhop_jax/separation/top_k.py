@@ -1,7 +1,6 @@
 """The separation of the nearest memories, whose number is fixed."""
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from uhop_jax._checks import check_count
-from uhop_jax.separation._root import from_ordered, ordered_bits
+from uhop_jax._fast import kth_largest
 from uhop_jax.separation.base import Separation
 from uhop_jax.separation.exponential import log_sum_exp, softmax
 from uhop_jax.separation.forms import Largest
@@ -51,36 +50,8 @@ class TopK(Separation):
         check_count("k", self.k, 1, z.shape[-1])
         fixed = lax.stop_gradient(z)
         return jnp.where(
-            _is_among(fixed, _kth_largest(fixed, self.k), self.k), z, -jnp.inf
+            _is_among(fixed, kth_largest(fixed, self.k), self.k), z, -jnp.inf
         )
-
-
-def _kth_largest(z: Array, k: int) -> Array:
-    """The `k`-th largest entry of each row `(..., 1)`."""
-    size = math.isqrt(z.shape[-1] // k)
-    if size > 7:
-        # All `k` largest entries are in the `k` strides with the largest maxima.
-        padding = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % size)]
-        z = jnp.pad(z, padding, constant_values=-jnp.inf)
-        z = z.reshape(*z.shape[:-1], size, -1)
-        best = lax.top_k(z.max(-2), k)[1]
-        z = jnp.take_along_axis(z, best[..., None, :], axis=-1)
-        z = z.reshape(*z.shape[:-2], k * size)
-    # The bits of the result are found from the highest to the lowest, in unsigned
-    # integers in the order of the floats.
-    keys = ordered_bits(z)
-    bits, unsigned = jnp.finfo(z.dtype).bits, keys.dtype
-
-    def body(i, prefix):
-        place = jnp.asarray(bits - 1 - i).astype(unsigned)
-        bit = jnp.left_shift(jnp.ones((), unsigned), place)
-        candidate = prefix | bit
-        count = (keys >= candidate).sum(-1, keepdims=True, dtype=jnp.int32)
-        return jnp.where(count >= k, candidate, prefix)
-
-    start = jnp.full_like(keys, 0, shape=(*keys.shape[:-1], 1))
-    key = lax.fori_loop(0, bits, body, start)
-    return from_ordered(key)
 
 
 def _is_among(z: Array, threshold: Array, k: int) -> Array:

@@ -252,12 +252,14 @@ class _OnHost:
             active = np.flatnonzero(np.asarray(active))
             if len(active) < len(y):
                 return self._fold_some(step, model, y, extra, carry, update, active)
-        start, run = 0, _compiled()
+        start = 0
         with_values = step in (online, weigh_tile, weigh_given) and not update
         for memories, values, count in self._placed(with_values):
             arguments = model, y, extra, carry
             place = np.int32(start), np.int32(count)
-            after = run(step, self.plan, update, arguments, memories, values, *place)
+            after = _fold_block(
+                step, self.plan, update, arguments, memories, values, *place
+            )
             jax.block_until_ready(carry)  # at most two blocks are on the device
             carry, start = after, start + count
         self.count = start
@@ -322,17 +324,7 @@ class _OnHost:
             yield *ahead[0], ahead[1]
 
 
-@functools.cache
-def _compiled() -> Any:
-    """`_fold_block`, compiled; on a CPU with 512-bit vectors, wider than XLA's own."""
-    on_cpu = jax.default_backend() == "cpu"
-    return jax.jit(
-        _fold_block,
-        static_argnames=("step", "plan", "update"),
-        compiler_options={"xla_cpu_prefer_vector_width": 512} if on_cpu else None,
-    )
-
-
+@functools.partial(jax.jit, static_argnames=("step", "plan", "update"))
 def _fold_block(step, plan, update, arguments, memories, values, start, count):
     """Calls `step` on the tiles of a block whose first memory is number `start`."""
 

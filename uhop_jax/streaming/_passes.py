@@ -132,7 +132,7 @@ def online(
     keys, z = tile.overlaps(model, y)
     averaged = tile.averaged(keys, update)
     unit = model.beta.astype(z.dtype) / math.log(2)
-    e = _exp2(unit[:, None] * (z - top[:, None]))
+    e = jnp.exp2(unit[:, None] * (z - top[:, None]))
     mass = e.sum(-1)
 
     def about_top() -> Any:
@@ -141,7 +141,7 @@ def online(
     def about_larger() -> Any:
         new = jnp.maximum(top, z.max(-1))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
-        e = _exp2(unit[:, None] * (z - safe[:, None]))
+        e = jnp.exp2(unit[:, None] * (z - safe[:, None]))
         scale = jnp.exp2(unit * (top - safe))
         part = weigh(e, averaged).astype(out.dtype)
         return out * scale[:, None] + part, total * scale + e.sum(-1), new
@@ -151,30 +151,6 @@ def online(
     # finite.
     largest = float(jnp.finfo(averaged.dtype).max) ** 0.25
     return lax.cond(jnp.all(mass < largest), about_top, about_larger)
-
-
-def _exp2(x: Array) -> Array:
-    """`2^x`; on a CPU with half the operations of XLA's `exp2`."""
-    if x.dtype != jnp.float32:
-        return jnp.exp2(x)
-    return lax.platform_dependent(x, cpu=_short_exp2, default=jnp.exp2)
-
-
-def _short_exp2(x: Array) -> Array:
-    """`2^x` as `2^n 2^f` with `|f| <= 1/2`, by a polynomial in `f`.
-
-    The relative error is at most 3e-7. The result is zero below `2^-126`, `2^127` above
-    `2^127`, and NaN for NaN.
-    """
-    x = jnp.clip(x, -127.0, 127.0)
-    n = jnp.round(x)
-    f = x - n
-    p = jnp.full_like(f, 1.32647269e-03)
-    for c in (9.67151266e-03, 5.55073374e-02, 2.40222421e-01, 6.93146978e-01, 1.0):
-        p = p * f + c
-    # The bits of the float `2^n`; for n = -127 all bits are zero, and so is the float.
-    power = (n.astype(jnp.int32) + 127) << 23
-    return p * lax.bitcast_convert_type(power, jnp.float32)
 
 
 def _average_of_all(driver: Any, model: QueryModel, y: Array, update: bool):

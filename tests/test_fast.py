@@ -1,0 +1,38 @@
+"""The fast ways give what JAX's own ways give."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from uhop_jax import _fast
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("k", [1, 3, 40])
+def test_kth_largest(dtype, k):
+    z = np.random.default_rng(0).normal(size=(4, 900)).astype(dtype)
+    z[0, :7], z[1], z[2, 5:], z[3, :30] = 2.0, 0.5, -np.inf, np.finfo(dtype).max
+    z = jnp.asarray(z)
+    np.testing.assert_array_equal(
+        _fast.kth_largest(z, k), _fast.plain_kth_largest(z, k)
+    )
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.7])
+def test_masks_of_dropout(rate):
+    """Shares, and correlations of neighbours, keys and axes, are those of chance."""
+    shape, keys = (50, 40, 30), jax.random.split(jax.random.key(0), 2)
+    one, other = (np.asarray(_fast.kept(key, shape, rate), float) for key in keys)
+    plain = np.asarray(_fast.plain_kept(keys[0], shape, rate), float)
+    spread = (rate * (1 - rate) / one.size) ** 0.5
+    for mask in (one, other, plain):
+        assert abs(mask.mean() - (1 - rate)) <= 4 * spread
+    if rate == 0:
+        return
+    one, other = one - one.mean(), other - other.mean()
+    variance = rate * (1 - rate)
+    pairs = [(one, other)]
+    pairs += [(one, np.roll(one, 1, axis)) for axis in range(3)]
+    for a, b in pairs:
+        assert abs((a * b).mean() / variance) <= 4 / one.size**0.5

@@ -1,0 +1,105 @@
+"""Faster ways to do what JAX does, each with JAX's own way beside it.
+
+Each way gains at least 1.3 times on a CPU: `benchmarks/fast.py` measures both. What
+gained less, such as a polynomial for `exp2` and one for `log1p`, was deleted.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+
+def kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*batch 1"]:
+    """The `k`-th largest entry of each row, by the bits of the floats.
+
+    For 256 rows of 10,000 it takes 1 ms at `k = 1` and 4 ms at `k = 10`; XLA's sort
+    takes 4 and 350 ms. A sort gathers rows that are split over devices; counts do not.
+    """
+    size = math.isqrt(z.shape[-1] // k)
+    if size > 7:
+        # All `k` largest entries are in the `k` strides with the largest maxima.
+        padding = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % size)]
+        z = jnp.pad(z, padding, constant_values=-jnp.inf)
+        z = z.reshape(*z.shape[:-1], size, -1)
+        best = lax.top_k(z.max(-2), k)[1]
+        z = jnp.take_along_axis(z, best[..., None, :], axis=-1)
+        z = z.reshape(*z.shape[:-2], k * size)
+    # The bits of the result are found from the highest to the lowest, in unsigned
+    # integers in the order of the floats.
+    keys = ordered_bits(z)
+    bits, unsigned = jnp.finfo(z.dtype).bits, keys.dtype
+
+    def body(i, prefix):
+        place = jnp.asarray(bits - 1 - i).astype(unsigned)
+        bit = jnp.left_shift(jnp.ones((), unsigned), place)
+        candidate = prefix | bit
+        count = (keys >= candidate).sum(-1, keepdims=True, dtype=jnp.int32)
+        return jnp.where(count >= k, candidate, prefix)
+
+    start = jnp.full_like(keys, 0, shape=(*keys.shape[:-1], 1))
+    key = lax.fori_loop(0, bits, body, start)
+    return from_ordered(key)
+
+
+def plain_kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*batch 1"]:
+    """`kth_largest` by XLA's sort."""
+    return lax.top_k(z, k)[0][..., -1:]
+
+
+def ordered_bits(x: Array) -> Array:
+    """Unsigned integers in the order of the floats."""
+    bits = jnp.finfo(x.dtype).bits
+    unsigned = jnp.dtype(f"uint{bits}")
+    raw = lax.bitcast_convert_type(x, unsigned)
+    sign = jnp.asarray(1 << (bits - 1), unsigned)
+    return jnp.where(raw >= sign, ~raw, raw | sign)
+
+
+def from_ordered(key: Array) -> Array:
+    """The floats of which `ordered_bits` are the integers."""
+    bits = jnp.iinfo(key.dtype).bits
+    sign = jnp.asarray(1 << (bits - 1), key.dtype)
+    raw = jnp.where(key >= sign, key ^ sign, ~key)
+    return lax.bitcast_convert_type(raw, jnp.dtype(f"float{bits}"))
+
+
+def kept(key: Array, shape: tuple[int, ...], rate: float) -> Bool[Array, "*shape"]:
+    """A mask that is false with probability `rate`, by a hash of the position.
+
+    A 32-bit mixing function, applied to an element's position and then to each word of
+    the key, decides whether the element is kept. The computation is elementwise, so
+    that XLA fuses it into the masked array and shards both alike. It takes a fiftieth
+    of the time of `jax.random` on a CPU, and a third of the compile time of a training
+    step with 25 masks.
+    """
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    position = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        position += lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    bits = position
+    for word in range(key.shape[-1]):
+        bits = _mixed(bits ^ key[word])
+    return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def plain_kept(
+    key: Array, shape: tuple[int, ...], rate: float
+) -> Bool[Array, "*shape"]:
+    """`kept` by `jax.random`, with other masks of the same distribution."""
+    return jax.random.bernoulli(key, 1 - rate, shape)
+
+
+def _mixed(bits: Array) -> Array:
+    """A bijection of 32 bits in which each bit of the input flips half of the output.
+
+    The constants are those that C. Wellons found by search ("Prospecting for Hash
+    Functions", 2018).
+    """
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+    return bits ^ (bits >> 16)
