@@ -210,7 +210,7 @@ class Trainer:
         self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
         self.steps_per_epoch = -(-task.train.size // self.batch_size)
         model = nnx.eval_shape(lambda: task.build(nnx.Rngs(0)))
-        graphdef, kernels, rest = nnx.split(model, KernelParam, ...)
+        graphdef, kernels, rest = nnx.split(model, KernelParam, ...)  # type: ignore[misc]
         self.graphdef: Any = graphdef
         self.shapes = kernels, rest
         self.has_kernels = bool(jax.tree.leaves(kernels))
