@@ -83,10 +83,12 @@ import json, os, runpy, sys
 from uhop_jax import experiments, training
 
 script, *cases = json.loads(sys.argv[1])
-for number, flags in enumerate(cases):
+results = []
+for flags in cases:
+    errors, end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.dup2(os.open(f"{number}.txt", os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(end, 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.argv = [script, *flags]
         try:
@@ -97,25 +99,28 @@ for number, flags in enumerate(cases):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os.close(end)
+    with open(errors) as lines:
+        text = lines.read()
+    results.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text))
+print(json.dumps(results))
 """
 
 
-def run_script(directory, script, *cases):
+def run_script(directory, script, *cases, **variables):
     """Exit code and standard error of a script for each list of flags.
 
     The processes are forks of one process that has imported everything.
     """
     done = subprocess.run(
         [sys.executable, "-c", FORKS, json.dumps([str(ROOT / script), *cases])],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
         cwd=directory,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    codes = map(int, done.stdout.split())
-    return [(c, (directory / f"{n}.txt").read_text()) for n, c in enumerate(codes)]
+    return [tuple(result) for result in json.loads(done.stdout)]
 
 
 @pytest.fixture
@@ -144,6 +149,16 @@ def compilations():
     return COMPILED
 
 
+IN_TURN = """
+import json, runpy, sys
+
+script, *cases = json.loads(sys.argv[1])
+for flags in cases:
+    sys.argv = [script, *flags]
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
     """A directory into which TFDS's builders have written real MNIST and CIFAR-10."""
@@ -162,13 +177,14 @@ def prepared(tmp_path_factory):
                 break
             time.sleep(0.5)
     else:
-        errors = ""
-        for name, limit in LIMIT.items():
-            command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py")]
-            command += [str(SHARED), str(directory), name, f"--limit={limit}"]
-            result = subprocess.run(command, capture_output=True, text=True)
-            errors += result.stderr if result.returncode else ""
-        done.write_text(errors)
+        flags = [
+            [str(SHARED), str(directory), name, f"--limit={limit}"]
+            for name, limit in LIMIT.items()
+        ]
+        script = str(ROOT / "scripts" / "prepare_data.py")
+        command = [sys.executable, "-c", IN_TURN, json.dumps([script, *flags])]
+        result = subprocess.run(command, capture_output=True, text=True)
+        done.write_text(result.stderr if result.returncode else "")
     message = done.read_text()
     assert not message, message[-2000:]
     return directory

@@ -88,7 +88,9 @@ def test_commands_find_their_configs_from_anywhere(tmp_path, script):
 
     wrong = call(f"--config=configs/{config}.py:other")
     assert wrong.returncode == 2 and "unknown variant 'other'" in wrong.stderr
-    printed = call("--help").stdout
+    asked = call("--help")
+    printed = asked.stdout
+    assert asked.returncode == 0
     for variant in config_module(config).VARIANTS:
         assert f"`{variant}`" in printed
     assert f"the variant {config_module(config).get_config().variant}:" in printed

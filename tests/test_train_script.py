@@ -362,28 +362,28 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
     assert mine.read_text() == "no JSON"
 
 
-@pytest.mark.parametrize("limit", [600, 3000, 20_000])
-def test_a_full_disk_is_one_sentence(tmp_path, limit):
+def test_a_full_disk_is_one_sentence(tmp_path):
     """A limit on file sizes stops tables, checkpoints and pictures."""
     program = f"""
 import resource, runpy, sys
-import uhop_jax.training
-sys.argv = ["train.py", *{FLAGS!r}, "--config.train.epochs=1", "--workdir=run"]
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    lines = [x for x in done.stderr.splitlines() if " examples, " not in x]  # progress
-    assert done.returncode == 2 and len(lines) == 1, done.stderr
-    assert "File too large" in lines[0]
-    if limit == 3000:
-        assert "run/checkpoints cannot be written (File too large)" in lines[0]
+    (tmp_path / "limited.py").write_text(program)
+    limits = (600, 3000, 20_000)
+    flags = [*FLAGS, "--config.train.epochs=1"]
+    cases = [[str(x), *flags, f"--workdir=run_{x}"] for x in limits]
+    # The cache of compiled programs would be cut too.
+    variables = {"JAX_COMPILATION_CACHE_DIR": ""}
+    results = run_script(tmp_path, tmp_path / "limited.py", *cases, **variables)
+    for limit, (code, text) in zip(limits, results, strict=True):
+        lines = [x for x in text.splitlines() if " examples, " not in x]  # progress
+        assert code == 2 and len(lines) == 1, text
+        assert "File too large" in lines[0]
+        if limit == 3000:
+            message = "run_3000/checkpoints cannot be written (File too large)"
+            assert message in lines[0]
 
 
 def test_unreadable_checkpoints_are_not_called_damaged(finished, tmp_path, monkeypatch):

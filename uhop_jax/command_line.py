@@ -207,7 +207,7 @@ def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
         if match and not Path(match[1]).exists():
             names = ", ".join(f"configs/{name}.py" for name in shipped)
             _refuse("", f"no such config file: {match[1]}; there are {names}")
-    if {"--help", "-help", "--helpfull", "-h"} & set(sys.argv):
+    if asked := {"--help", "-help", "--helpfull", "-h"} & set(sys.argv):
         sys.modules["__main__"].__doc__ = _help(shipped, config)
     try:  # a misspelt key fails here, where the flags of the config are made
         config_flags.DEFINE_config_file(
@@ -251,7 +251,10 @@ def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
             print("\nstopped; what is finished is kept", file=sys.stderr)
             sys.exit(130)
 
-    app.run(main, flags_parser=parse)
+    try:
+        app.run(main, flags_parser=parse)
+    except SystemExit as error:  # absl ends with 1 after its help
+        sys.exit(0 if asked else error.code)
 
 
 def _help(shipped: Mapping[str, Path], config: str) -> str:
