@@ -48,8 +48,8 @@ CASES = [
         r"learning_rate must be one number, got shape \(3,\)",
     ),
     (
-        lambda: theory.log_rbf(X, X, scale=ONES),
-        r"scale must be one number, got shape \(3,\)",
+        lambda: theory.log_rbf(X, X, t=ONES),
+        r"t must be one number, got shape \(3,\)",
     ),
     (
         lambda: theory.stored(KEY, X, beta=1.0, tolerance=ONES),
