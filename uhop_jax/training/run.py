@@ -77,7 +77,7 @@ def train(
 
     Writes `metrics.csv` (one line for each epoch and seed: metrics while training, of
     the validation or else the test split, and with `test_train` of the train split as
-    `fit_`; the separation loss and its gap to `least_separation_loss`, means over the
+    `fit_`; the separation loss and its gap to the least value, means over the
     layers and the steps of Stage I), `curves.png`, TensorBoard events and checkpoints
     into `workdir`. Interrupted by a signal, a run saves a checkpoint first; killed, it
     loses at most the steps after the last checkpoint, and repeats them bit for bit.
