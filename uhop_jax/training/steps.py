@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax.layers import KernelParam, separation_losses
-from uhop_jax.losses import LOSSES
+from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
 
 SCHEDULES = ("none", "bilevel", "warmup", "reference")
 # Sums over Stage I steps of means over layers: the separation loss, and its gap to the
@@ -96,9 +96,8 @@ class StageOne(NamedTuple):
       steps: `N_i`.
       epochs: of the schedules `warmup` and `reference`.
       batch_size: `B_1`, memory sets in a step.
-      rate: of SGD.
-      loss: kind of the separation loss.
-      t: scale of the separation loss.
+      learning_rate: of SGD.
+      loss: the separation loss.
       by_task: whether the task moves the kernels too.
     """
 
@@ -106,20 +105,19 @@ class StageOne(NamedTuple):
     steps: int = 1
     epochs: int = 1
     batch_size: int = 128
-    rate: float = 0.1
-    loss: str = "average"
-    t: float = 2.0
+    learning_rate: float = 0.1
+    loss: SeparationLoss = AverageLoss()
     by_task: bool = False
 
     def check(self) -> None:
         """Raises `ValueError` if a value is out of range."""
         check_choice("stage_one.schedule", self.schedule, SCHEDULES)
-        check_choice("stage_one.loss", self.loss, LOSSES)
+        check_loss(self.loss)
         check_count("stage_one.steps", self.steps, 1)
         check_count("stage_one.epochs", self.epochs, 1)
         check_count("stage_one.batch_size", self.batch_size, 1)
-        check_positive("stage_one.rate", self.rate)
-        check_positive("stage_one.t", self.t)
+        check_positive("stage_one.learning_rate", self.learning_rate)
+        check_positive("stage_one.t", self.loss.t)
 
 
 class TrainState(NamedTuple):
@@ -210,8 +208,8 @@ class Trainer:
         self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
         self.steps_per_epoch = -(-task.train.size // self.batch_size)
         model = nnx.eval_shape(lambda: task.build(nnx.Rngs(0)))
-        graphdef, kernels, rest = nnx.split(model, KernelParam, ...)  # type: ignore[misc]
-        self.graphdef: Any = graphdef
+        parts: Any = nnx.split(model, KernelParam, ...)
+        self.graphdef, kernels, rest = parts
         self.shapes = kernels, rest
         self.has_kernels = bool(jax.tree.leaves(kernels))
         self.parameters = number_of_parameters(model)
@@ -498,8 +496,7 @@ class Trainer:
             losses = separation_losses(
                 model,
                 *inputs,
-                kind=self.stage_one.loss,
-                t=self.stage_one.t,
+                loss=self.stage_one.loss,
                 through=through,
             )
             return losses.loss.mean(), losses.gap.mean()
@@ -507,7 +504,7 @@ class Trainer:
         learned = (state.kernels, state.rest) if through else state.kernels
         (value, gap), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
         learned = jax.tree.map(
-            lambda w, g: w - jnp.asarray(self.stage_one.rate, w.dtype) * g,
+            lambda w, g: w - jnp.asarray(self.stage_one.learning_rate, w.dtype) * g,
             learned,
             gradients,
         )
