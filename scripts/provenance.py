@@ -45,6 +45,7 @@ INERT = {
 # Modules of methods that protocols with one beta do not run.
 FAIR_ALONE = {
     "uhop_jax.calibration": "calibrated memory",
+    "uhop_jax.candidates": "candidates of the calibrated memory",
     "uhop_jax.closed_form": "kernel in closed form",
     "uhop_jax.likelihood": "likelihood kernel",
     "uhop_jax.uhop_plus": "annealed kernel",

@@ -8,7 +8,7 @@ retrieval dynamics and energies, Stage I, calibration.
 from uhop_jax._pytree import Pytree
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.closed_form import fit_closed_form
-from uhop_jax.corruption import Mask, Noise, NormNoise, posterior_mean
+from uhop_jax.corruption import Mask, Noise, NormNoise
 from uhop_jax.kernels import (
     Centering,
     Identity,
@@ -28,6 +28,7 @@ from uhop_jax.losses import (
 )
 from uhop_jax.memory import Memory
 from uhop_jax.model import Model
+from uhop_jax.posterior import posterior_mean
 from uhop_jax.retrieval import (
     Convergence,
     Retrieval,

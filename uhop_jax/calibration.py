@@ -27,18 +27,12 @@ from uhop_jax._checks import (
 )
 from uhop_jax._products import weigh
 from uhop_jax._pytree import Pytree
-from uhop_jax.closed_form import whitenings
+from uhop_jax.candidates import default_candidates
 from uhop_jax.corruption import Corruption
-from uhop_jax.kernels import Centering, check_numbers
-from uhop_jax.likelihood import fit_likelihood
+from uhop_jax.kernels import check_numbers
 from uhop_jax.model import Model
 from uhop_jax.separation import Entmax, Separation, Softmax, Sparsemax
 from uhop_jax.similarity import (
-    Cosine,
-    Dot,
-    NegativeL1,
-    NegativeL2,
-    NegativeSquaredL2,
     Similarity,
     check_patterns,
 )
@@ -51,10 +45,7 @@ from uhop_jax.trials import (
 )
 
 SEPARATION_CHOICES: tuple[Separation, ...] = (Softmax(), Entmax(1.5), Sparsemax())
-RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-RANKS = (2, 8, None)
 SCREENING = 256  # about how many copies all candidates retrieve
-CENTERED = 2000  # least number of copies from which the mean of queries is estimated
 FINALISTS = 5  # candidates that retrieve all copies, with all separations
 MIN_BATCHES, MAX_BATCHES = 2, 64  # batches of copies for the expected error
 MULTIPLICATIONS = 2e11  # most multiplications that the expected error may cost
@@ -232,89 +223,6 @@ def calibrate(
         names=tuple(candidates),
         separations=tuple(repr(s) for s in separations),
     )
-
-
-def default_candidates(
-    key: PRNGKeyArray,
-    memories: Float[Array, "M d"],
-    corrupt: Callable[[PRNGKeyArray, Array], Any],
-    *,
-    ridges: Sequence[float] = RIDGES,
-    ranks: Sequence[int | None] = RANKS,
-) -> dict[str, Similarity]:
-    """The similarities that `calibrate` tries; of equal errors it takes the first.
-
-    In order: the likelihood kernel at low ranks, learned for this corruption; the
-    similarities without a kernel; the cosine of centred patterns, with queries centred
-    about the mean of the memories or about the mean of queries; the closed-form kernel
-    at each ridge, plain and angular; the likelihood kernel at full rank, which costs
-    most.
-
-    Args:
-      key: random key, for the copies from which the likelihood kernel and the mean of
-        queries are learned.
-      memories: stored patterns, one per row.
-      corrupt: as in `calibrate`. If it returns `observed`, the closed-form kernels and
-        centred patterns are left out: each query would need a kernel of its own.
-      ridges: ridges of `fit_closed_form`, positive.
-      ranks: ranks of `fit_likelihood`; None is the full rank.
-
-    Returns:
-      Similarities by name.
-    """
-    check_key(key)
-    likelihood_key, mean_key = jax.random.split(key)
-    likelihood = fit_likelihood(likelihood_key, memories, corrupt)
-    low, full = (
-        {
-            f"likelihood, rank {rank or 'full'}": Dot(likelihood.cut(rank))
-            for rank in ranks
-            if (rank is None) == is_full
-        }
-        for is_full in (False, True)
-    )
-    models: dict[str, Similarity] = {
-        **low,
-        "cosine": Cosine(),
-        "dot": Dot(),
-        "squared l2": NegativeSquaredL2(),
-        "l2": NegativeL2(),
-        "l1": NegativeL1(),
-    }
-    _, observed = jax.eval_shape(Corruption.of(corrupt), mean_key, memories)
-    if observed is None:
-        two_sided = two_sided_centering(mean_key, memories, corrupt)
-        models["centred cosine"] = Cosine(Centering(two_sided.center))
-        models["two-sided centred cosine"] = Cosine(two_sided)
-        for ridge, kernel in whitenings(memories, tuple(ridges)).items():
-            models[f"closed form {ridge:g}, angular"] = Cosine(kernel)
-            models[f"closed form {ridge:g}"] = Dot(kernel)
-    return models | full
-
-
-def two_sided_centering(
-    key: PRNGKeyArray,
-    memories: Float[Array, "M d"],
-    corrupt: Callable[[PRNGKeyArray, Array], Any],
-) -> Centering:
-    """Centring of memories about their mean, and of queries about the mean of queries.
-
-    The mean of queries is estimated from corrupted copies of the memories.
-
-    Args:
-      key: random key, for the copies.
-      memories: stored patterns, one per row.
-      corrupt: as in `calibrate`; if it returns `observed`, the mean is over observed
-        components.
-    """
-    M = memories.shape[0]
-    number = M * -(-CENTERED // M)
-    query, observed, _ = corrupted_copies(key, memories, corrupt, number)
-    if observed is None:
-        return Centering(memories.mean(0), query.mean(0))
-    total = jnp.where(observed, query, jnp.zeros((), query.dtype)).sum(0)
-    count = jnp.maximum(observed.sum(0), 1).astype(query.dtype)
-    return Centering(memories.mean(0), total / count)
 
 
 _copies = jax.jit(corrupted_copies, static_argnames="number")

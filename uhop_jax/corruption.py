@@ -20,14 +20,13 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 from uhop_jax._checks import (
     as_floating,
     check_at_least,
-    check_finite,
     check_key,
     check_probability,
     check_scalar,
     is_traced,
     working_dtype,
 )
-from uhop_jax._products import contract, weigh
+from uhop_jax._products import contract
 from uhop_jax._pytree import Pytree
 from uhop_jax.similarity import NegativeSquaredL2, check_observed, check_patterns
 
@@ -96,7 +95,7 @@ class Mask(Pytree):
             queries come without `observed`.
         """
         self.check()
-        memories, query, observed = _aligned(memories, query, observed)
+        memories, query, observed = aligned(memories, query, observed)
         if self.known and observed is None:
             raise ValueError(
                 "observed must be given with the queries of a known mask, got None"
@@ -223,7 +222,7 @@ class Noise(AddedNoise):
           ValueError: if a parameter is invalid, patterns are out of the range, or
             shapes do not fit.
         """
-        memories, query, observed = _aligned(memories, query, observed)
+        memories, query, observed = aligned(memories, query, observed)
         if observed is not None:  # any value in the range will do where it is false
             query = jnp.where(observed, query, memories.min())
         self.check(memories=memories, query=query)
@@ -341,62 +340,6 @@ class Corruption(Pytree):
             )
 
 
-def posterior_mean(
-    corruption: Mask | Noise,
-    memories: Float[Array, "M d"],
-    query: Float[Array, "*batch d"],
-    *,
-    observed: Bool[Array, "*batch d"] | None = None,
-) -> Float[Array, "*batch d"]:
-    """The posterior mean of the memories given the query.
-
-    It is the limit of every method: with a uniform prior over the memories and a known
-    corruption, no estimate has a smaller expected squared error.
-
-    Args:
-      corruption: a corruption with a `log_likelihood`.
-      memories: stored patterns, one per row.
-      query: corrupted patterns.
-      observed: true for the known components of the query, as the corruption returns
-        it; required for `Mask(known=True)`.
-
-    Returns:
-      The estimate for each query. A traced query that is impossible under every memory
-      gives the mean of all memories.
-
-    Raises:
-      ValueError: if the corruption has no likelihood in closed form or its parameters
-        are invalid, shapes do not fit, patterns are not finite, or a query is
-        impossible under every memory.
-    """
-    if not hasattr(corruption, "log_likelihood"):
-        raise ValueError(
-            "corruption must have a likelihood in closed form, as Mask(0.5) and "
-            f"Noise(0.3) have, got {corruption!r}"
-        )
-    memories, query, observed = _aligned(memories, query, observed)
-    check_finite("memories", memories)
-    check_finite("query", query, observed)
-    log_p = corruption.log_likelihood(memories, query, observed=observed)
-    if not is_traced(log_p):
-        impossible = np.isneginf(np.asarray(log_p).max(-1))
-        if impossible.any():
-            raise ValueError(
-                f"no memory can have become {impossible.sum()} of the "
-                f"{impossible.size} queries under {corruption!r}"
-            )
-    return weigh(posterior(log_p), memories)
-
-
-def posterior(log_p: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
-    """Probabilities of the memories, from log-likelihoods and a uniform prior.
-
-    A query that is impossible under every memory gives the prior.
-    """
-    impossible = jnp.isneginf(log_p.max(-1, keepdims=True))
-    return jax.nn.softmax(jnp.where(impossible, 0.0, log_p), axis=-1)
-
-
 def scale_of(scale: ArrayLike, dtype: Any) -> tuple[Array, Array]:
     """The standard deviation of a noise, and whether it counts as zero.
 
@@ -408,7 +351,7 @@ def scale_of(scale: ArrayLike, dtype: Any) -> tuple[Array, Array]:
     return jnp.where(negligible, 1.0, scale), negligible
 
 
-def _aligned(
+def aligned(
     memories: Array, query: Array, observed: Any
 ) -> tuple[Array, Array, Array | None]:
     """Memories and queries in working dtypes, `observed` in the shape of the query."""

@@ -15,11 +15,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from uhop_jax._products import weigh
-from uhop_jax.corruption import Corruption, posterior
+from uhop_jax.corruption import Corruption
 from uhop_jax.experiments.methods import Method
 from uhop_jax.kernels import Identity, Kernel
 from uhop_jax.losses import AverageLoss, delta_min_of_gram
 from uhop_jax.model import Model
+from uhop_jax.posterior import posterior
 from uhop_jax.separation import Separation
 from uhop_jax.similarity import Dot, Similarity
 from uhop_jax.trials import (

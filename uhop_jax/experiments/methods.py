@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from uhop_jax.calibration import two_sided_centering
+from uhop_jax.candidates import two_sided_centering
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import Centering, Kernel, LikelihoodKernel

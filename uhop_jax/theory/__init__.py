@@ -13,17 +13,19 @@ as stored.
 """
 
 from uhop_jax.theory.bounds import (
-    ExactDistance,
     Representation,
     error_bound,
-    exact_retrieval_distance,
-    exact_retrieval_slack,
     gradient_descent_bound,
     log_rbf,
     pattern_separation,
     radius,
     representation,
     weight_error_bound,
+)
+from uhop_jax.theory.exactness import (
+    ExactDistance,
+    exact_retrieval_distance,
+    exact_retrieval_slack,
     well_separated,
 )
 from uhop_jax.theory.storing import (
