@@ -522,7 +522,7 @@ PUBLIC_CALLS = {
 NO_FLOATS = {  # no floats in, or no floats out but the floats in
     *("frozen_pytree", "has_energy", "load", "save", "memory_mesh", "shard_memories"),
     *("gaussian_start", "identity_start"),
-    *("separation_from_name", "similarity_from_name"),
+    *("separation_from_name", "similarity_from_name", "loss_from_name"),
 }
 
 
