@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import jax
-import jaxlib
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -25,34 +24,6 @@ from uhop_jax.workdir import flattened
 # Types of all documented errors, beside too little memory.
 WRONG = (ValueError, OSError, OverflowError, FloatingPointError)
 NO_MEMORY = "RESOURCE_EXHAUSTED"  # in errors of XLA
-
-
-def retrieve() -> None:
-    """The command `uhop-retrieve`, and `retrieve.py`."""
-    from uhop_jax import experiments
-
-    _compile_quickly()
-    run_script(experiments.run, config="retrieval")
-
-
-def _compile_quickly() -> None:
-    """Settings for programs that take longer to compile than to run.
-
-    The older emitters of XLA for CPUs compile a fusion in half of the time, and the
-    programs run as fast here. XLA stops at a flag that it does not know, hence the
-    version. Factorisations are small: several threads of LAPACK would mostly wait.
-    """
-    if jaxlib.__version__.startswith("0.10."):
-        flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
-        os.environ.setdefault("XLA_FLAGS", flags)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-def train() -> None:
-    """The command `uhop-train`, and `train.py`."""
-    from uhop_jax.training import train_and_evaluate
-
-    run_script(train_and_evaluate, config="vision")
 
 
 def configs() -> dict[str, Path]:
