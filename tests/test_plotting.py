@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from uhop_jax import data, plotting
@@ -212,7 +213,7 @@ def test_a_figure_of_forecasts_has_the_target(drawn, columns, shown):
     values = np.arange(60.0)[:, None] + 100 * np.arange(columns)
     dates = np.datetime64("2020-01-01", "s") + np.arange(60) * np.timedelta64(3600, "s")
     names = tuple(f"c{i} (kW)" for i in range(columns))
-    series = data.Series(values, names, dates, np.timedelta64(3600, "s"))
+    series = data.Series(values, names, dates, pd.Timedelta(hours=1))
     ahead = [values[i : i + 4] + 0.5 for i in (20, 30, 40)]
 
     def draw(path):

@@ -422,7 +422,7 @@ class Forecasting(Application):
                 f"predict: the model has learned steps of {series.steps}, the rows of "
                 f"{self.config.predict} have steps of {given.steps}"
             )
-        given = given._replace(step=series.step, calendar=series.calendar)
+        given = given._replace(step=series.step)
         windows = [splits.scaler.scaled(given.values[-cell.window :])]
         (ahead,) = self._forecasts(cell, trainer, state, windows)
         path = _file(directory, cell, "predictions.csv")

@@ -109,6 +109,8 @@ def draw(
     horizon = len(forecasts[0])
     before, last = min(window, 2 * horizon), len(series.names) - 1
     shown = [*range(min(last, SHOWN - 1)), last]
+    steps = series.steps  # `weekdays`, or `1 hour`
+    steps = f"steps of {steps}" if steps[0].isdecimal() else steps
     truth = [series.values[i - before : i + horizon, shown] for i in starts]
     if jax.process_index() == 0:
         write_file(
@@ -119,7 +121,7 @@ def draw(
                 np.stack(forecasts)[:, :, shown],
                 names=[series.names[i] for i in shown],
                 titles=[f"from {date_text(series.dates[i])}" for i in starts],
-                xlabel=series.steps if series.calendar else f"steps of {series.steps}",
+                xlabel=steps,
                 title=title,
             ),
         )
