@@ -34,7 +34,7 @@ def drawn(monkeypatch, tmp_path):
 def panel(names, *, scale="auto", spread=0.0, least=0.0, title=""):
     x = [10, 100, 1000]
     series = {
-        name: plotting.Series(x, [least, 1.0 + i, 20.0 + i], [spread] * 3)
+        name: plotting.Curve(x, [least, 1.0 + i, 20.0 + i], [spread] * 3)
         for i, name in enumerate(names)
     }
     return plotting.Panel(title, series, "M", "error", "log", scale)
@@ -109,7 +109,7 @@ def test_zero_has_its_place(drawn):
 
 @pytest.mark.parametrize("value", [0.0, np.nan])
 def test_curves_of_zeros_and_unknown_values(drawn, value):
-    curve = plotting.Series([1, 2], [value, value], [0.0, 0.0])
+    curve = plotting.Curve([1, 2], [value, value], [0.0, 0.0])
     part = panel(["a"])._replace(series={"a": curve})
     assert drawn(plotting.panels, [part]).axes[0].get_yscale() == "linear"
 

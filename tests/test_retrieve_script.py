@@ -394,11 +394,10 @@ def test_bad_config_is_refused_before_anything_is_written(tmp_path, changes, mes
 def test_default_steps_are_from_the_paper(variant, name, protocol, steps):
     config = CONFIG["get_config"](variant)
     config.data.name, config.protocol = name, protocol
-    resolve(config.lock())
-    assert config.stage_one.steps == steps
+    assert resolve(config.lock()).stage_one.steps == steps
+    assert config.stage_one.steps == ()  # the config itself stays as it was
     config.stage_one.steps = (7,)
-    resolve(config)
-    assert config.stage_one.steps == (7,)
+    assert resolve(config).stage_one.steps == (7,)
 
 
 def test_rounding_does_not_choose_among_kernels_that_recall_everything():
@@ -813,7 +812,7 @@ def test_kernels_of_a_scatter_follow_its_protocol(
 def test_every_run_of_a_scatter_is_drawn(tmp_path):
     def marks(number):
         x = np.linspace(0, 9, number)
-        series = plotting.Series(x, x, 0 * x)
+        series = plotting.Curve(x, x, 0 * x)
         panel = plotting.Panel("", {"runs": series}, "x", "y", points=True)
         plotting.panels(tmp_path / "scatter.svg", [panel])
         return (tmp_path / "scatter.svg").read_text().count("<use ")

@@ -209,7 +209,8 @@ def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
 
     def main(argv: list[str]) -> None:
         del argv
-        logging.set_verbosity(logging.WARNING)
+        # Orbax logs every step, and errors that are raised as well.
+        logging.set_verbosity(logging.FATAL)
         try:
             run(values.config, user_path(values.workdir or _place(values.config)))
         except WRONG as error:
@@ -249,12 +250,23 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
 
 
 def _configure_output() -> None:
-    """Escapes letters that a terminal cannot show; makes a warning one line."""
+    """Escapes letters that a terminal cannot show; makes a warning one line.
+
+    Only scripts call this: a library changes nothing of the process that imports it.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    script = Path(sys.argv[0]).name
+    script, hook = Path(sys.argv[0]).name, sys.unraisablehook
     warnings.formatwarning = lambda message, *_, **__: f"{script}: {message}\n"
+
+    def report(unraisable: Any) -> None:
+        # After a failed write, which is raised, the threads of TensorStore still
+        # report to an event loop that has ended.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = report
 
 
 def _place(config: ConfigDict) -> Path:

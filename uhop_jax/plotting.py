@@ -14,9 +14,9 @@ from uhop_jax._comparison import Comparison, comparisons
 
 __all__ = [
     "Comparison",
+    "Curve",
     "Landscape",
     "Panel",
-    "Series",
     "Style",
     "comparisons",
     "forecasts",
@@ -28,7 +28,7 @@ __all__ = [
 CAPTION = 22  # letters under an image
 
 
-class Series(NamedTuple):
+class Curve(NamedTuple):
     """A curve with its spread.
 
     Attributes:
@@ -59,7 +59,7 @@ class Panel(NamedTuple):
     """
 
     title: str
-    series: Mapping[str, Series]
+    series: Mapping[str, Curve]
     xlabel: str
     ylabel: str
     xscale: str = "linear"

@@ -190,7 +190,7 @@ def run(experiment: Experiment, config: ConfigDict, workdir: Path) -> None:
     """
     check(config)
     cells = cells_of(config)
-    resolve(config)
+    config = resolve(config)
     patterns = load_patterns(config)
     study = Study(config, patterns, protocol_of(config, patterns.values.shape[1]))
     _check(study, cells)

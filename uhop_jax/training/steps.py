@@ -158,6 +158,23 @@ def _check_memory(parameters: int, seeds: int, device: Any) -> None:
         )
 
 
+def jitted(**options: Any) -> Callable[[Callable], Any]:
+    """Makes `jax.jit` of a method an attribute of each object.
+
+    A program goes with its object: as a static argument, the object, with all data that
+    it holds, would stay in a cache of JAX for as long as the process runs.
+    """
+
+    def attribute(method: Callable) -> Any:
+        @functools.wraps(method)
+        def compiled(self: Any) -> Callable:
+            return jax.jit(functools.partial(method, self), **options)
+
+        return functools.cached_property(compiled)
+
+    return attribute
+
+
 class Trainer:
     """The compiled functions of a run.
 
@@ -274,7 +291,7 @@ class Trainer:
 
         return tuple(jax.eval_shape(score, dict(self.task.train.arrays)))
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jitted()
     def order(self, epoch: Array) -> dict[str, Array]:
         """Indices of the examples of each step of an epoch, `(seeds, steps, size)`.
 
@@ -296,7 +313,7 @@ class Trainer:
 
         return jax.vmap(of_seed)(self.keys)
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jitted()
     def stage_order(self, epoch: Array) -> Array:
         """Indices of the examples of each step of Stage I, `(seeds, steps, size)`.
 
@@ -320,7 +337,7 @@ class Trainer:
         key = jax.random.fold_in(key, DRAW)
         return jax.random.permutation(key, split.drawn_from)[: split.size][index]
 
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    @jitted(donate_argnums=0)
     def advance(
         self,
         state: TrainState,
@@ -339,7 +356,7 @@ class Trainer:
 
         return lax.fori_loop(first, last, body, state)
 
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    @jitted(donate_argnums=0)
     def separate(
         self, state: TrainState, arrays: Any, order: Array, first: Array, last: Array
     ) -> TrainState:
@@ -354,7 +371,7 @@ class Trainer:
 
         return lax.fori_loop(first, last, body, state)
 
-    @functools.partial(jax.jit, static_argnums=(0, 4), static_argnames="drawn")
+    @jitted(static_argnums=3, static_argnames="drawn")
     def evaluate(
         self,
         state: TrainState,
@@ -394,7 +411,7 @@ class Trainer:
         parts = state.kernels, state.rest, self.keys
         return self._over_seeds(one, (0, 0, 0))(*parts)
 
-    @functools.partial(jax.jit, static_argnums=(0, 3))
+    @jitted(static_argnums=2)
     def outputs(
         self, state: TrainState, inputs: tuple, seed: int = 0, **options: Any
     ) -> Array:
