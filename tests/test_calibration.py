@@ -41,7 +41,7 @@ from uhop_jax.calibration import (
     two_sided_centering,
 )
 from uhop_jax.data import images
-from uhop_jax.experiments.corruptions import FoldedNoise
+from uhop_jax.experiments.kinds import FoldedNoise
 
 KEY = jax.random.key(0)
 MEMORIES = jnp.asarray(images("digits").patterns[:64])

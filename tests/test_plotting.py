@@ -10,7 +10,7 @@ from uhop_jax import data, plotting
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.methods import FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
-from uhop_jax.training import ARMS, forecasts
+from uhop_jax.training import ARMS, forecast_report
 from uhop_jax.training.arms import styles
 
 
@@ -217,7 +217,7 @@ def test_a_figure_of_forecasts_has_the_target(drawn, columns, shown):
     ahead = [values[i : i + 4] + 0.5 for i in (20, 30, 40)]
 
     def draw(path):
-        forecasts.draw(path, "title", series, (20, 30, 40), ahead, 12)
+        forecast_report.draw(path, "title", series, (20, 30, 40), ahead, 12)
 
     figure = drawn(draw)
     axes = np.reshape(figure.axes, (-1, 3))

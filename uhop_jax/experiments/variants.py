@@ -11,9 +11,9 @@ from jaxtyping import Array
 
 from uhop_jax import records
 from uhop_jax.experiments import evaluation, figures
+from uhop_jax.experiments.cells import SCORED, Cell, Study, base_row
 from uhop_jax.experiments.evaluation import Entry
 from uhop_jax.experiments.methods import Method
-from uhop_jax.experiments.sweep import SCORED, Cell, Study, base_row
 from uhop_jax.plotting import Curve, Panel
 from uhop_jax.separation import Entmax, Softmax
 from uhop_jax.similarity import Dot

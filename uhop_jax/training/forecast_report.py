@@ -1,20 +1,40 @@
 """Table, figures and files of a study of forecasts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
-from uhop_jax import data, plotting, records
+from uhop_jax import data, paper, plotting, records
 from uhop_jax.data.dates import date_text
 from uhop_jax.training.application import Rows
 from uhop_jax.training.arms import styles
+from uhop_jax.training.cells import ForecastCell
+from uhop_jax.training.task import SEPARATIONS
 from uhop_jax.workdir import write_file, write_table
 
 METRICS = ("mse", "mae")
 COLUMNS = 3  # windows in a figure of forecasts
 SHOWN = 8  # most series in a figure of forecasts
+
+
+# Columns for the errors of the best checkpoint.
+ERRORS = {"validation_loss": float, "test_mse": float, "test_mae": float}
+
+
+def record(cell: ForecastCell) -> dict[str, Any]:
+    """The columns of a cell with the paper's numbers; results are empty."""
+    row: dict[str, Any] = cell._asdict() | {"arm": cell.label}
+    empty = ("parameters", "epochs", "best_epoch", *ERRORS, *SEPARATIONS)
+    row |= dict.fromkeys(empty, "")
+    stated = paper.FORECASTS.get((cell.data, cell.horizon))
+    pairs = {"GSH": "plain", "GSH + U-Hop": "uhop"}
+    known = stated is not None and cell.label in pairs
+    numbers = getattr(stated, pairs[cell.label]) if known else ("", "")
+    return row | dict(zip(("paper_mse", "paper_mae"), numbers, strict=True))
 
 
 def table(rows: Rows) -> str:
@@ -65,6 +85,38 @@ def errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
         label = f"test {metric.upper()} of standardised values"
         about = (title, curves, f"{against} in steps", label)
         parts.append(plotting.Panel(*about, styles=styles(curves)))
+    return parts
+
+
+def panels(
+    config: ConfigDict,
+    names: Sequence[str],
+    histories: Mapping[ForecastCell, Rows],
+    rows: Rows,
+) -> list[plotting.Panel]:
+    """Errors against window or horizon if there are several, else curves."""
+    parts: list[plotting.Panel] = []
+    for name, title in labels(names).items():
+        chosen = [row for row in rows if row["data"] == name]
+        if len(config.window) > 1:
+            for horizon in config.horizon:
+                lot = [row for row in chosen if row["horizon"] == horizon]
+                parts += errors(f"{title}, horizon {horizon}", lot, "window")
+            continue
+        if len(config.horizon) > 1:
+            parts += errors(title, chosen, "horizon")
+            continue
+        for part in ("train", "validation"):
+            long = [
+                dict(row, arm=cell.label)
+                for cell, history in histories.items()
+                if cell.data == name and cell.memory != "plug"
+                for row in history
+                if row["phase"] == "task"
+            ]
+            curves = records.curves(long, "epoch", f"{part}_loss", "arm")
+            about = (title, curves, "epoch", f"{part} {config.train.loss.upper()}")
+            parts.append(plotting.Panel(*about, styles=styles(curves)))
     return parts
 
 

@@ -86,7 +86,7 @@ class FoldedNoise:
 
 
 @frozen_pytree
-class Block:
+class HiddenSquare:
     """Sets a square of each image to zero, at a random place.
 
     Attributes:
@@ -252,7 +252,7 @@ def corruption_of(
                 return FoldedNoise(level, kind="norm")
             return Noise(level, kind="norm", **limits)
         case "block":
-            return Block(level, size)
+            return HiddenSquare(level, size)
         case "blur":
             if level == 0:
                 raise ValueError("corruption.levels of a blur must be positive, got 0")
