@@ -92,7 +92,9 @@ def _parsed(cells: pd.Series, form: str) -> pd.Series:
 
 def _offset(zone: str) -> pd.Timedelta:
     """The offset from UTC that a zone writes; "" is zero."""
-    return pd.Timedelta(pd.Timestamp(f"2000-01-01T00:00{zone}").utcoffset() or 0)
+    return pd.Timedelta(
+        pd.Timestamp(f"2000-01-01T00:00{zone.upper()}").utcoffset() or 0
+    )
 
 
 def _refuse_counters(where: str, cells: pd.Series) -> None:

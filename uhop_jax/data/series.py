@@ -28,7 +28,7 @@ from uhop_jax.data.dates import (
     step_text,
 )
 from uhop_jax.data.house import simulated_house
-from uhop_jax.data.images import INSTALL, cause, check_reachable
+from uhop_jax.data.images import download, import_pooch
 from uhop_jax.data.tables import DECIMALS, chosen, numbers, read_table
 from uhop_jax.data.windows import constant_columns
 
@@ -41,7 +41,6 @@ WTH = (  # a copy at an address that does not change
     "68c3c6cd970f102b35139cff97eee4837a0fc200/datasets/"
 )
 LARGEST = 2**30  # bytes of text; the cells take ten times as much memory
-HOST = "raw.githubusercontent.com"
 
 
 class Source(NamedTuple):
@@ -289,10 +288,8 @@ def _place(name: str, directory: str | Path | None) -> Path:
     """Path of the file of a known set, which is downloaded if missing."""
     source = SOURCES[name]
     if directory is None:
-        pooch = _import_pooch(name)
-        folder = Path(pooch.os_cache("uhop_jax"))
-    else:
-        folder = user_path(directory)
+        directory = import_pooch(name).os_cache("uhop_jax")
+    folder = user_path(directory)
     for path in (folder / source.file, folder / f"{source.file}.gz"):
         if path.exists():
             text = _read(path).replace("\r\n", "\n")
@@ -302,29 +299,9 @@ def _place(name: str, directory: str | Path | None) -> Path:
                     "SHA-256 differs); give its path as data.name to read it as it is"
                 )
             return path
-    pooch = _import_pooch(name)
-    check_reachable(name, HOST, folder)
-    try:
-        pooch.retrieve(
-            source.place + source.file,
-            f"sha256:{source.sha256}",
-            fname=source.file,
-            path=folder,
-            progressbar=True,
-        )
-    except Exception as error:  # downloads fail in many ways
-        raise ValueError(
-            f"{name} could not be downloaded into data.dir {folder}: {cause(error)}"
-        ) from error
+    address = source.place + source.file
+    download(name, address, f"sha256:{source.sha256}", folder, fname=source.file)
     return folder / source.file
-
-
-def _import_pooch(name: str) -> Any:
-    try:
-        import pooch
-    except ImportError:
-        raise ValueError(f"downloading {name} needs pooch: {INSTALL}") from None
-    return pooch
 
 
 def _read(path: Path) -> str:

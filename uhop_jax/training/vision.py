@@ -209,6 +209,8 @@ class Vision(Application):
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
         """Writes `predictions.csv`: class and probability of each image."""
+        from scipy.special import softmax
+
         del cell
         path, train = user_path(self.config.predict), self.images["train"]
         [files] = picture_files([path]) if path.is_dir() else [[path]]
@@ -229,8 +231,7 @@ class Vision(Application):
             logits = np.asarray(
                 trainer.outputs(state, (standardised(part, statistics),)), np.float64
             )
-            odds = np.exp(logits - logits.max(-1, keepdims=True))
-            odds /= odds.sum(-1, keepdims=True)
+            odds = softmax(logits, axis=-1)
             for file, chances in zip(files[first:], odds, strict=False):
                 label = int(chances.argmax())
                 name = train.classes[label] if train.classes else str(label)
