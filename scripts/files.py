@@ -19,8 +19,8 @@ from studies import CURVES, STUDIES
 from uhop_jax import plotting, records
 from uhop_jax.command_line import load_config
 from uhop_jax.experiments import EXPERIMENTS, figures, sweep
-from uhop_jax.training.application import directory_name
-from uhop_jax.training.vision import ImageCell, Vision
+from uhop_jax.training.cells import ImageCell, directory_name
+from uhop_jax.training.vision import Vision
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"

@@ -27,12 +27,12 @@ from uhop_jax.training import (
     Trainer,
     train,
 )
+from uhop_jax.training.cells import ImageCell
 from uhop_jax.training.checkpoints import Checkpoints
 from uhop_jax.training.examples import Phase
 from uhop_jax.training.judging import best_epoch, judged_step
 from uhop_jax.training.task import SEPARATIONS
 from uhop_jax.training.vision import (
-    ImageCell,
     augmented,
     channel_statistics,
     standardised,
