@@ -4,7 +4,7 @@ python retrieve.py --config=configs/retrieval.py:VARIANT --config.KEY=VALUE
 --workdir=DIR
 """
 
-from uhop_jax.command_line import retrieve
+from uhop_jax.entry import retrieve
 
 if __name__ == "__main__":
     retrieve()

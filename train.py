@@ -3,7 +3,7 @@
 python train.py --config=configs/vision.py:VARIANT --config.KEY=VALUE --workdir=DIR
 """
 
-from uhop_jax.command_line import train
+from uhop_jax.entry import train
 
 if __name__ == "__main__":
     train()

@@ -19,7 +19,7 @@ from timing import compare, main, peer
 
 from uhop_jax import data
 from uhop_jax.models import STanHop
-from uhop_jax.training import Split, StageOne, Task, Trainer
+from uhop_jax.training import Split, StageOneOptions, Task, Trainer
 from uhop_jax.training.application import parameters_of
 
 SERIES, IN_LEN, OUT_LEN, SEGMENT, SIZE, MLP_SIZE, HEADS, POOLED = (
@@ -55,7 +55,7 @@ def jax_step() -> Any:
     split = Split({"rows": windows()}, WINDOWS, take, by_row=False)
     task = Task(build, score, lambda b: (b["inputs"],), lambda b, k: b, split, split)
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(RATE))
-    trainer = Trainer(task, optimizer, StageOne(), batch_size=BATCH, seeds=(0,))
+    trainer = Trainer(task, optimizer, StageOneOptions(), batch_size=BATCH, seeds=(0,))
     arrays, order = trainer.place(dict(split.arrays)), trainer.order(0)
     box = [trainer.init()]
 

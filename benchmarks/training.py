@@ -21,8 +21,8 @@ from flax import nnx
 from timing import compare, main, peer
 
 from uhop_jax.models import ViH
-from uhop_jax.training import Data, Split, StageOne, Task, Trainer
-from uhop_jax.training.run import Phase
+from uhop_jax.training import Data, Split, StageOneOptions, Task, Trainer
+from uhop_jax.training.examples import Phase
 from uhop_jax.training.vision import channel_statistics, standardised
 
 BATCH, SIZE, CLASSES, IMAGES = 128, 512, 10, 5120
@@ -51,7 +51,9 @@ def trainer_of(patch: int) -> Trainer:
 
     split = Split(arrays, IMAGES, lambda x, i: {name: a[i] for name, a in x.items()})
     task = Task(build, score, lambda b: (), lambda b, k: b, split, split)
-    return Trainer(task, optax.adam(1e-3), StageOne(), batch_size=BATCH, seeds=(0,))
+    return Trainer(
+        task, optax.adam(1e-3), StageOneOptions(), batch_size=BATCH, seeds=(0,)
+    )
 
 
 def products_of(patch: int) -> Any:

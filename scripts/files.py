@@ -19,8 +19,8 @@ from studies import CURVES, STUDIES
 from uhop_jax import plotting, records
 from uhop_jax.command_line import load_config
 from uhop_jax.experiments import EXPERIMENTS, figures, sweep
-from uhop_jax.training.application import directory_name
-from uhop_jax.training.vision import Cell, Vision
+from uhop_jax.training.cells import ImageCell, directory_name
+from uhop_jax.training.vision import Vision
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -216,7 +216,7 @@ def draw(name: str) -> None:
     elif config.task == "vision":
         study, histories = Vision(config), {}
         for row in rows:
-            cell = Cell(row["arm"], int(row["size"]), int(row["patch"]))
+            cell = ImageCell(row["arm"], int(row["size"]), int(row["patch"]))
             histories[cell] = [
                 dict(epoch, phase="task")
                 for epoch in (rows_of(f"{name}_curves") if name in CURVES else [])
@@ -238,7 +238,7 @@ def curves(workdir: Path) -> list[dict[str, Any]]:
     """
     kept = []
     for row in _rows(workdir / "results.csv"):
-        cell = Cell(row["arm"], int(row["size"]), int(row["patch"]))
+        cell = ImageCell(row["arm"], int(row["size"]), int(row["patch"]))
         about = {"data": row["data"], "arm": cell.arm, "size": cell.size}
         run = workdir / directory_name(cell)
         for epoch in _rows((run if run.is_dir() else workdir) / "metrics.csv"):

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Study(NamedTuple):
+class Kept(NamedTuple):
     """A command whose results are kept.
 
     Attributes:
@@ -84,96 +84,96 @@ ALPHAS = "--config.alphas='(1.0,1.5,2.0)'"
 
 RETRIEVAL = {
     # The released code.
-    "reference_mnist": Study(
+    "reference_mnist": Kept(
         f"{RETRIEVE}:capacity {REFERENCE} --config.runs=10 "
         f"{STEPS}'(1,10,100,200,500,1000)'",
         3,
     ),
-    "reference_cifar": Study(
+    "reference_cifar": Kept(
         f"{RETRIEVE}:capacity {REFERENCE} {CIFAR} --config.runs=4 "
         f"{STEPS}'(1,10,100,500,1000)'",
         3,
     ),
-    "reference_noise_mnist": Study(
+    "reference_noise_mnist": Kept(
         f"{RETRIEVE}:noise {REFERENCE} --config.runs=10 {STEPS}'(100,800)'", 4
     ),
-    "reference_noise_cifar": Study(
+    "reference_noise_cifar": Kept(
         f"{RETRIEVE}:noise {REFERENCE} {CIFAR} --config.runs=5 {STEPS}'(200,800)'", 6
     ),
     # The paper's text.
-    "capacity_mnist_paper": Study(
+    "capacity_mnist_paper": Kept(
         f"{RETRIEVE}:capacity {PAPER} --config.runs=5 "
         f"{STEPS}'(1,10,20,50,100,200,500,1000)'",
         4,
     ),
-    "capacity_cifar_paper": Study(
+    "capacity_cifar_paper": Kept(
         f"{RETRIEVE}:capacity {PAPER} {CIFAR} --config.runs=4 "
         f"{STEPS}'(1,10,100,200,500,1000)'",
         7,
     ),
-    "noise_mnist_paper": Study(f"{RETRIEVE}:noise {PAPER} --config.runs=5", 1),
-    "noise_cifar_paper": Study(f"{RETRIEVE}:noise {PAPER} {CIFAR} --config.runs=5", 3),
-    "stage_one_mnist_paper": Study(f"{RETRIEVE}:stage_one {PAPER} --config.runs=10", 1),
-    "stage_one_cifar_paper": Study(
+    "noise_mnist_paper": Kept(f"{RETRIEVE}:noise {PAPER} --config.runs=5", 1),
+    "noise_cifar_paper": Kept(f"{RETRIEVE}:noise {PAPER} {CIFAR} --config.runs=5", 3),
+    "stage_one_mnist_paper": Kept(f"{RETRIEVE}:stage_one {PAPER} --config.runs=10", 1),
+    "stage_one_cifar_paper": Kept(
         f"{RETRIEVE}:stage_one {PAPER} {CIFAR} --config.runs=4", 2
     ),
-    "losses_mnist_paper": Study(
+    "losses_mnist_paper": Kept(
         f"{RETRIEVE}:losses {PAPER} {LOSSES} {STEPS}'(1,10,50,200)' --config.runs=6", 1
     ),
-    "losses_cifar_paper": Study(
+    "losses_cifar_paper": Kept(
         f"{RETRIEVE}:losses {PAPER} {LOSSES} {CIFAR} {STEPS}'(1,10,50,200)' "
         "--config.runs=4",
         3,
     ),
-    "losses_mnist_rates": Study(
+    "losses_mnist_rates": Kept(
         f"{RETRIEVE}:losses {PAPER} {LOSSES} {RATES} {STEPS}'(10,50,200)' "
         "--config.runs=10",
         1,
     ),
-    "losses_cifar_rates": Study(
+    "losses_cifar_rates": Kept(
         f"{RETRIEVE}:losses {PAPER} {LOSSES} {RATES} {CIFAR} {STEPS}'(10,200)' "
         "--config.runs=6",
         3,
     ),
-    "scatter_mnist_paper": Study(f"{RETRIEVE}:scatter {PAPER}", 1),
-    "scatter_cifar_paper": Study(f"{RETRIEVE}:scatter {PAPER} {CIFAR}", 4),
-    "metastability_mnist_paper": Study(
+    "scatter_mnist_paper": Kept(f"{RETRIEVE}:scatter {PAPER}", 1),
+    "scatter_cifar_paper": Kept(f"{RETRIEVE}:scatter {PAPER} {CIFAR}", 4),
+    "metastability_mnist_paper": Kept(
         f"{RETRIEVE}:metastability {PAPER} {ALPHAS} {STEPS}'(100,)'", 1
     ),
     # Every method at its own best beta.
-    "capacity_mnist_full": Study(f"{RETRIEVE}:capacity", 5),
-    "capacity_cifar_full": Study(f"{RETRIEVE}:capacity {CIFAR}", 18),
-    "capacity_mnist_fair": Study(
+    "capacity_mnist_full": Kept(f"{RETRIEVE}:capacity", 5),
+    "capacity_cifar_full": Kept(f"{RETRIEVE}:capacity {CIFAR}", 18),
+    "capacity_mnist_fair": Kept(
         f"{RETRIEVE}:capacity {PAIRS} {PLAIN} --config.runs=5 {STEPS}'(1,10,30,100)' "
         "--config.every_setting=True",
         1,
     ),
-    "capacity_cifar_fair": Study(
+    "capacity_cifar_fair": Kept(
         f"{RETRIEVE}:capacity {PAIRS} {PLAIN} {CIFAR} --config.runs=3 "
         f"{STEPS}'(1,10,50,150)' --config.every_setting=True",
         2,
     ),
-    "noise_mnist_fair": Study(
+    "noise_mnist_fair": Kept(
         f"{RETRIEVE}:noise {COMPARED} {PLAIN} {NOISE} --config.runs=10", 2
     ),
-    "noise_cifar_fair": Study(
+    "noise_cifar_fair": Kept(
         f"{RETRIEVE}:noise {COMPARED} {PLAIN} {NOISE} {CIFAR} --config.runs=5", 9
     ),
-    "stage_one_mnist_fair": Study(f"{RETRIEVE}:stage_one {PLAIN} --config.runs=10", 1),
-    "stage_one_cifar_fair": Study(
+    "stage_one_mnist_fair": Kept(f"{RETRIEVE}:stage_one {PLAIN} --config.runs=10", 1),
+    "stage_one_cifar_fair": Kept(
         f"{RETRIEVE}:stage_one {PLAIN} {CIFAR} --config.runs=4", 2
     ),
-    "scatter_mnist_fair": Study(f"{RETRIEVE}:scatter {PLAIN}", 1),
-    "scatter_cifar_fair": Study(f"{RETRIEVE}:scatter {PLAIN} {CIFAR}", 4),
-    "metastability_mnist": Study(f"{RETRIEVE}:metastability {PLAIN} {ALPHAS}", 1),
-    "metastability_cifar": Study(
+    "scatter_mnist_fair": Kept(f"{RETRIEVE}:scatter {PLAIN}", 1),
+    "scatter_cifar_fair": Kept(f"{RETRIEVE}:scatter {PLAIN} {CIFAR}", 4),
+    "metastability_mnist": Kept(f"{RETRIEVE}:metastability {PLAIN} {ALPHAS}", 1),
+    "metastability_cifar": Kept(
         f"{RETRIEVE}:metastability {PLAIN} {ALPHAS} {CIFAR}", 2
     ),
     # The tables of the README.
-    "grid_mnist": Study(f"{RETRIEVE}:grid {FIXED}", 5),
-    "grid_cifar": Study(f"{RETRIEVE}:grid {FIXED} {CIFAR}", 12),
-    "dependent_mnist": Study(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", 1),
-    "dependent_cifar": Study(f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", 2),
+    "grid_mnist": Kept(f"{RETRIEVE}:grid {FIXED}", 5),
+    "grid_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR}", 12),
+    "dependent_mnist": Kept(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", 1),
+    "dependent_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", 2),
 }
 
 CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
@@ -185,39 +185,39 @@ SEEDS = "--config.seeds='(0,1,2)'"
 PARTS = "--config.sizes='(1000,2000,5000,10000,20000)' --config.seeds='(0,1)'"
 
 
-def _learning(name: str, title: str) -> dict[str, Study]:
+def _learning(name: str, title: str) -> dict[str, Kept]:
     """The studies of one of the CIFAR sets."""
     model = f"{VISION}:{name}"
     curves = f"{VISION}:expressiveness --config.data.name={name} {PARTS}"
     return {
-        f"{title}_table": Study(f"{model} {SEEDS} {TABLE}", 30),
-        f"{title}_bilevel": Study(f"{model} {SEEDS} {_arms('MHM + U-Hop')}", 12),
-        f"{title}_deep": Study(
+        f"{title}_table": Kept(f"{model} {SEEDS} {TABLE}", 30),
+        f"{title}_bilevel": Kept(f"{model} {SEEDS} {_arms('MHM + U-Hop')}", 12),
+        f"{title}_deep": Kept(
             f"{model} {SEEDS} {_arms(RELEASED)} --config.stage_one.loss=deep", 12
         ),
-        f"expressiveness_{title}": Study(f"{curves} {_arms('MHM', RELEASED)}", 15),
+        f"expressiveness_{title}": Kept(f"{curves} {_arms('MHM', RELEASED)}", 15),
     }
 
 
 LEARNING = {
-    "vision_reference": Study(
+    "vision_reference": Kept(
         f"{VISION}:reference --config.sizes='(1000,5000)' "
         + _arms("MHM", RELEASED, f"{RELEASED}, no Stage I"),
         8,
     ),
     **_learning("cifar10", "cifar10"),
     **_learning("cifar100", "cifar100"),
-    "tiny20": Study(
+    "tiny20": Kept(
         f"{VISION}:tiny_imagenet --config.seeds='(0,1,2)' {_arms(*BILEVEL, RELEASED)}",
         60,
     ),
-    "patches": Study(
+    "patches": Kept(
         f"{VISION}:patches --config.seeds='(0,1,2)' --config.sizes='(5000,)' "
         "--config.patches='(8,)' --config.train.epochs=10 --config.model.depth=2 "
         + _arms(*BILEVEL[:2], *CONTROLS, *BILEVEL[2:], "entmax", "entmax + U-Hop"),
         30,
     ),
-    "etth1": Study(
+    "etth1": Kept(
         f"{SERIES}:etth1 --config.seeds='(0,1)' --config.horizon='(96,192,336,720)' "
         "--config.train.epochs=10 --config.train.patience=3 "
         + _arms("GSH", "GSH + U-Hop"),

@@ -34,7 +34,7 @@ from uhop_jax import (
 from uhop_jax.calibration import FINALISTS, NEGLIGIBLE
 from uhop_jax.candidates import default_candidates, two_sided_centering
 from uhop_jax.data import images
-from uhop_jax.experiments.corruptions import FoldedNoise
+from uhop_jax.experiments.kinds import FoldedNoise
 from uhop_jax.trials import beta_grid, corrupted_copies, sweep_errors
 
 KEY = jax.random.key(0)

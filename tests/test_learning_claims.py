@@ -176,7 +176,7 @@ def test_convergence_is_judged_by_the_curves():
 
 def test_curves_are_kept_of_the_epochs_of_the_task(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "RESULTS", tmp_path / "results")
-    run = tmp_path / files.directory_name(files.Cell(RELEASED, 1000, 32))
+    run = tmp_path / files.directory_name(files.ImageCell(RELEASED, 1000, 32))
     run.mkdir()
     (tmp_path / "config.json").write_text('{"data": {"dir": "/x"}}')
     (tmp_path / "results.csv").write_text(

@@ -52,12 +52,13 @@ def test_colab_keeps_its_own_jax():
     first = {read(path).cells[1].source for path in NOTEBOOKS}
     assert len(first) == 1
     *_, by_name, comment, own = first.pop().splitlines()
-    assert own.strip() == "%pip install -q --no-index --find-links . uhop-jax"
+    assert own.strip() == "%pip install -q --no-index --find-links . 'uhop-jax[lab]'"
     assert comment.strip().startswith("#")
     named = by_name.split()[3:]
     assert by_name.split()[:3] == ["%pip", "install", "-q"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    bounds = {re.match(r"[\w-]+", line)[0]: line for line in project["dependencies"]}
+    needed = project["dependencies"] + project["optional-dependencies"]["lab"]
+    bounds = {re.match(r"[\w-]+", line)[0]: line for line in needed}
     assert set(named) < bounds.keys()
     for name in ("jax", "jaxlib", "flax"):  # a resolver may keep the installed version
         assert name not in named and re.search(r">=[\d.]+,<[\d.]+$", bounds[name])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from uhop_jax import command_line
+from uhop_jax import command_line, entry
 from uhop_jax.command_line import config_module, configs, load_config
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +44,54 @@ def test_text_is_utf8_in_every_place():
                 if not (named or given & binary):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not wrong
+
+
+def imported(statement):
+    """Top-level packages that a statement imports in a fresh process."""
+    code = f"import sys; {statement}; print(*{{x.split('.')[0] for x in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_the_library_imports_its_own_dependencies_alone():
+    own = {"uhop_jax", *sys.stdlib_module_names}
+    needed = imported("import jax, jaxtyping, numpy, optax")
+    assert imported("import uhop_jax") - needed <= own
+    lab = {name.split(".")[0] for name in entry.LAB} - {"absl"}  # Optax imports it
+    assert not imported("import uhop_jax, uhop_jax.theory") & (lab | {"flax"})
+    of_flax = imported("import jax, jaxtyping, numpy, optax; from flax import nnx")
+    layers = imported("import uhop_jax.layers, uhop_jax.models") - of_flax
+    assert layers <= own
+
+
+def test_the_extra_lab_is_what_scripts_need():
+    extra = PROJECT["project"]["optional-dependencies"]["lab"]
+    homes = {"PIL": "pillow", "sklearn": "scikit-learn", "orbax.checkpoint": None}
+    names = {homes.get(name, name) or name.replace(".", "-") for name in entry.LAB}
+    assert {re.match(r"[\w-]+", line)[0].removesuffix("-py") for line in extra} == names
+
+
+@pytest.mark.parametrize("script", ["retrieve.py", "train.py"])
+@pytest.mark.parametrize("missing", ["pandas", "ml_collections"])
+def test_a_script_names_a_missing_package(tmp_path, script, missing):
+    code = (
+        f"import runpy, sys; sys.argv = [{script!r}]; sys.modules[{missing!r}] = None"
+    )
+    run = f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {run}"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    (sentence,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "pip install 'uhop-jax[lab]'" in sentence
+    assert sentence.startswith(f"{script}: this script needs {missing}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_config_is_found_with_its_variants():

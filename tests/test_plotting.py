@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.text import Text
 
@@ -10,7 +11,7 @@ from uhop_jax import data, plotting
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.methods import FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
-from uhop_jax.training import ARMS, forecasts
+from uhop_jax.training import ARMS, forecast_report
 from uhop_jax.training.arms import styles
 
 
@@ -34,7 +35,7 @@ def drawn(monkeypatch, tmp_path):
 def panel(names, *, scale="auto", spread=0.0, least=0.0, title=""):
     x = [10, 100, 1000]
     series = {
-        name: plotting.Series(x, [least, 1.0 + i, 20.0 + i], [spread] * 3)
+        name: plotting.Curve(x, [least, 1.0 + i, 20.0 + i], [spread] * 3)
         for i, name in enumerate(names)
     }
     return plotting.Panel(title, series, "M", "error", "log", scale)
@@ -109,7 +110,7 @@ def test_zero_has_its_place(drawn):
 
 @pytest.mark.parametrize("value", [0.0, np.nan])
 def test_curves_of_zeros_and_unknown_values(drawn, value):
-    curve = plotting.Series([1, 2], [value, value], [0.0, 0.0])
+    curve = plotting.Curve([1, 2], [value, value], [0.0, 0.0])
     part = panel(["a"])._replace(series={"a": curve})
     assert drawn(plotting.panels, [part]).axes[0].get_yscale() == "linear"
 
@@ -213,11 +214,11 @@ def test_a_figure_of_forecasts_has_the_target(drawn, columns, shown):
     values = np.arange(60.0)[:, None] + 100 * np.arange(columns)
     dates = np.datetime64("2020-01-01", "s") + np.arange(60) * np.timedelta64(3600, "s")
     names = tuple(f"c{i} (kW)" for i in range(columns))
-    series = data.Series(values, names, dates, np.timedelta64(3600, "s"))
+    series = data.Series(values, names, dates, pd.Timedelta(hours=1))
     ahead = [values[i : i + 4] + 0.5 for i in (20, 30, 40)]
 
     def draw(path):
-        forecasts.draw(path, "title", series, (20, 30, 40), ahead, 12)
+        forecast_report.draw(path, "title", series, (20, 30, 40), ahead, 12)
 
     figure = drawn(draw)
     axes = np.reshape(figure.axes, (-1, 3))

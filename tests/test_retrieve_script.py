@@ -33,7 +33,7 @@ from uhop_jax import (
 )
 from uhop_jax.corruption import Corruption
 from uhop_jax.data.patterns import check_scale
-from uhop_jax.experiments import evaluation, methods, studies, sweep
+from uhop_jax.experiments import cells, compare, evaluation, methods, sweep, variants
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import meaning, resolve
@@ -114,13 +114,13 @@ def test_the_limit_uses_the_observed_components():
     queries = evaluation.corrupt_sets(keys, jnp.asarray(sets), Corruption.of(mask))
     seen = np.asarray(queries.observed)[:, :, None]
     fits = ((np.asarray(queries.query)[:, :, None] == sets[:, None]) | ~seen).all(-1)
-    limit = sweep._limit(mask, queries)
+    limit = compare._limit(mask, queries)
     weights = evaluation.scores_of_weights(
         jnp.asarray(fits / fits.sum(-1, keepdims=True)), queries.memories
     )
     np.testing.assert_allclose(limit.error, weights.error)
     plain = Queries(queries.memories, queries.memories, None)
-    np.testing.assert_array_equal(sweep._limit(Noise(0.0), plain).top1, [[1], [1]])
+    np.testing.assert_array_equal(compare._limit(Noise(0.0), plain).top1, [[1], [1]])
 
 
 def test_each_family_of_kernels_draws_from_a_key_of_its_own(monkeypatch):
@@ -213,7 +213,7 @@ def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
         | {"delta_min": float(r["delta_min"] or 0)}
         for r in rows
     ]
-    curves = studies.steps_figure(typed)[0].series
+    curves = variants.steps_figure(typed)[0].series
     names = {f"{n}, rate {r}" for n in ("U-Hop", "U-Hop max") for r in ("0.1", 1, 10)}
     assert set(curves) == {"MHM", *names}
 
@@ -233,8 +233,8 @@ def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     whole = (tmp_path / "whole" / "results.csv").read_text()
     assert (tmp_path / "whole" / "figure.png").stat().st_size > 5_000
     rows = read(tmp_path / "whole" / "results.csv")
-    cells = len(sweep.cells_of(config))
-    assert cells == max(2, len(kinds))
+    number = len(cells.cells_of(config))
+    assert number == max(2, len(kinds))
     columns = experiments.EXPERIMENTS[variant].columns
     assert list(rows[0]) == list(columns)
     assert all(np.isfinite(float(row["error"])) for row in rows)
@@ -284,7 +284,7 @@ def quick(study, cell, timed):
     """Records of a cell, without any computation."""
     timed.done(1)
     scores = {"beta": 1 / 3, "error": cell.level / 7, "top1": 1.0, "exact": 0.5}
-    rows = [sweep.base_row(study, cell, name, "", 0) for name in ("MHM", "cosine")]
+    rows = [cells.base_row(study, cell, name, "", 0) for name in ("MHM", "cosine")]
     return [row | scores for row in rows]
 
 
@@ -400,11 +400,10 @@ def test_bad_config_is_refused_before_anything_is_written(tmp_path, changes, mes
 def test_default_steps_are_from_the_paper(variant, name, protocol, steps):
     config = CONFIG["get_config"](variant)
     config.data.name, config.protocol = name, protocol
-    resolve(config.lock())
-    assert config.stage_one.steps == steps
+    assert resolve(config.lock()).stage_one.steps == steps
+    assert config.stage_one.steps == ()  # the config itself stays as it was
     config.stage_one.steps = (7,)
-    resolve(config)
-    assert config.stage_one.steps == (7,)
+    assert resolve(config).stage_one.steps == (7,)
 
 
 def test_rounding_does_not_choose_among_kernels_that_recall_everything():
@@ -807,7 +806,7 @@ def test_kernels_of_a_scatter_follow_its_protocol(
         kernels.append(fitted.snapshots)
         return fitted
 
-    monkeypatch.setattr("uhop_jax.experiments.studies.fit_sgd", recorded)
+    monkeypatch.setattr("uhop_jax.experiments.variants.fit_sgd", recorded)
     config = get_config("scatter", protocol=protocol)
     experiments.run(config, tmp_path / "run")
     assert len(kernels) == config.runs
@@ -819,7 +818,7 @@ def test_kernels_of_a_scatter_follow_its_protocol(
 def test_every_run_of_a_scatter_is_drawn(tmp_path):
     def marks(number):
         x = np.linspace(0, 9, number)
-        series = plotting.Series(x, x, 0 * x)
+        series = plotting.Curve(x, x, 0 * x)
         panel = plotting.Panel("", {"runs": series}, "x", "y", points=True)
         plotting.panels(tmp_path / "scatter.svg", [panel])
         return (tmp_path / "scatter.svg").read_text().count("<use ")

@@ -46,7 +46,7 @@ def test_known_sets_are_whole(name, shape, minutes, first, last):
     series = known(name)
     assert series.values.shape == shape and series.values.dtype == np.float64
     assert len(series.names) == shape[1] and series.dates.dtype == "datetime64[s]"
-    assert series.step == np.timedelta64(60 * minutes, "s") and not series.calendar
+    assert series.step == np.timedelta64(60 * minutes, "s")
     assert series.period == 24 * 60 // minutes
     assert str(series.dates[0]) == first and str(series.dates[-1]) == last
     assert series.following(2)[1] == series.dates[-1] + 2 * series.step
@@ -169,7 +169,7 @@ def test_styles_of_dates(tmp_path, dates, first, step):
 
 
 @pytest.mark.parametrize(
-    ("dates", "calendar", "following", "period"),
+    ("dates", "steps", "following", "period"),
     [
         (["2020-01-01", "2020-02-01", "2020-03-01"], "months", "2020-04-01", 12),
         (["2019-12-15", "2020-01-15", "2020-02-15"], "months", "2020-03-15", 12),
@@ -179,10 +179,10 @@ def test_styles_of_dates(tmp_path, dates, first, step):
             "2020-03-31",
             12,
         ),
-        (["2019-04-01", "2019-07-01", "2019-10-01"], "months", "2020-01-01", 4),
+        (["2019-04-01", "2019-07-01", "2019-10-01"], "3 months", "2020-01-01", 4),
         (
             ["2018", "2019", "2020", "2021"],
-            "months",
+            "12 months",
             "2022-01-01",
             1,
         ),
@@ -193,18 +193,18 @@ def test_styles_of_dates(tmp_path, dates, first, step):
             "2020-01-13",
             5,
         ),
-        (["2020-01-01", "2020-01-08", "2020-01-15"], "", "2020-01-22", 52),
-        (["2020-01-01", "2020-01-02", "2020-01-03"], "", "2020-01-04", 7),
+        (["2020-01-01", "2020-01-08", "2020-01-15"], "7 days", "2020-01-22", 52),
+        (["2020-01-01", "2020-01-02", "2020-01-03"], "1 day", "2020-01-04", 7),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else str(x),
 )
-def test_dates_continue_by_the_calendar(tmp_path, dates, calendar, following, period):
+def test_dates_continue_by_the_calendar(tmp_path, dates, steps, following, period):
     series = data.read_series(write(tmp_path, rows(dates)))
-    assert series.calendar == calendar and series.period == period
+    assert series.steps == steps and series.period == period
     assert series.following(1)[0] == np.datetime64(following)
     dates = np.concatenate([series.dates, series.following(40)])
     again = data.read_series(write(tmp_path, rows(dates)))  # its continuation is one
-    assert again.calendar == calendar and len(again.values) == len(dates)
+    assert again.steps == steps and len(again.values) == len(dates)
 
 
 GOOD = ["2020-01-01 00:00", "2020-01-01 01:00", "2020-01-01 02:00", "2020-01-01 03:00"]
@@ -362,7 +362,7 @@ def test_days_in_local_time(tmp_path):
     change = np.datetime64("2023-03-26")
     dates = [f"{d}T00:00:00+0{1 + (d > change)}:00" for d in days]
     series = data.read_series(write(tmp_path, rows(dates)))
-    assert (series.step, series.calendar, series.period) == (24 * HOUR, "", 7)
+    assert (series.step, series.steps, series.period) == (24 * HOUR, "1 day", 7)
     np.testing.assert_array_equal(series.dates, days)
     assert series.zone == "+02:00"
     assert series.following(1)[0] == np.datetime64("2023-07-20")
@@ -370,7 +370,7 @@ def test_days_in_local_time(tmp_path):
     firsts = np.arange("2023-01", "2023-07", dtype="datetime64[M]")
     dates = [f"{d}-01T00:00+0{1 + (i > 2)}:00" for i, d in enumerate(firsts)]
     series = data.read_series(write(tmp_path, rows(dates)))
-    assert series.calendar == "months" and (series.dates == firsts).all()
+    assert series.steps == "months" and (series.dates == firsts).all()
     dates[3] = dates[3].replace("T00:00", "T00:20")
     with pytest.raises(ValueError, match="line 5: 2023-04-01 00:20:00 does not lie on"):
         data.read_series(write(tmp_path, rows(dates)))
@@ -384,7 +384,7 @@ def test_hours_with_offsets_over_the_changes(tmp_path, first):
     local = utc + (1 + summer).astype("timedelta64[h]")
     dates = [f"{d}:00+0{1 + s}:00" for d, s in zip(local, summer, strict=True)]
     series = data.read_series(write(tmp_path, rows(dates)))
-    assert series.step == HOUR and not series.calendar
+    assert series.step == HOUR
     assert series.dates[-1] == local[-1] and series.following(1)[0] == local[-1] + HOUR
     assert (np.diff(series.dates) == HOUR).all()
     del dates[1]  # the error shows dates of the file

@@ -1,6 +1,7 @@
 """`train.py` from end to end: files, interruption, damage, and wrong input."""
 
 import csv
+import gc
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 
 import jax
 import numpy as np
@@ -21,7 +23,7 @@ from conftest import FAST, ROOT, config_module, config_of, run_script, slow_wher
 from PIL import Image
 
 from uhop_jax.data import labelled_images
-from uhop_jax.training import train_and_evaluate
+from uhop_jax.training import Trainer, train_and_evaluate
 
 TINY = {
     "sizes": (40,),
@@ -119,6 +121,23 @@ def test_a_run_writes_its_files(finished):
     assert record["read"]["digits, train split"]["shape"] == [1437, 8, 8, 1]
     with Image.open(finished / "curves.png") as picture:
         assert min(picture.size) > 300
+
+
+def test_a_study_holds_no_trainer(tmp_path, monkeypatch):
+    """The trainers of a study, with their data, go when the study ends."""
+    made = []
+
+    class Watched(Trainer):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("uhop_jax.training.application.Trainer", Watched)
+    changes = {"arms": ("MHM", "MHM + U-Hop, warm-up"), "train.epochs": 1}
+    train_and_evaluate(tiny(**changes), tmp_path)
+    train_and_evaluate(tiny(**changes, eval_only=True), tmp_path)
+    gc.collect()
+    assert len(made) == 6 and all(trainer() is None for trainer in made)
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):

@@ -23,16 +23,17 @@ from uhop_jax.training import (
     Goal,
     Options,
     Split,
-    StageOne,
+    StageOneOptions,
     Task,
     Trainer,
     train,
 )
+from uhop_jax.training.cells import ImageCell
 from uhop_jax.training.checkpoints import Checkpoints
-from uhop_jax.training.run import Phase, best_epoch, judged_step
-from uhop_jax.training.steps import SEPARATIONS
+from uhop_jax.training.examples import Phase
+from uhop_jax.training.judging import best_epoch, judged_step
+from uhop_jax.training.task import SEPARATIONS
 from uhop_jax.training.vision import (
-    Cell,
     augmented,
     channel_statistics,
     standardised,
@@ -61,9 +62,9 @@ def trainer_of(arm="MHM + U-Hop", *, images=None, seeds=(0,), batch=8, **options
     )
     config.augment.crop = options.pop("crop", 0)
     images = digits() if images is None else images
-    task = task_of(config, Cell(arm, 0, 4), images, images)
+    task = task_of(config, ImageCell(arm, 0, 4), images, images)
     row = ARMS[arm]
-    stage = StageOne(row.schedule, by_task=row.by_task, batch_size=batch)
+    stage = StageOneOptions(row.schedule, by_task=row.by_task, batch_size=batch)
     devices = options.pop("devices", jax.devices()[:1])
     return Trainer(
         task,
@@ -209,7 +210,7 @@ def squared_errors(errors, batch):
     return Trainer(
         task,
         optax.sgd(0.1),
-        StageOne(),
+        StageOneOptions(),
         batch_size=batch,
         seeds=(0,),
         devices=jax.devices()[:1],
@@ -368,14 +369,14 @@ def test_wrong_images():
         trainer_of(images=other)
     config = config_of("vision")
     with pytest.raises(ValueError, match=r"train images have shape \(8, 8, 1\), test"):
-        task_of(config, Cell("MHM", 0, 2), good, other)
+        task_of(config, ImageCell("MHM", 0, 2), good, other)
 
 
 def test_one_patch_is_warned_about():
     with pytest.warns(UserWarning, match="every weight is 1"):
         config = config_of("vision")
         config.model.size = 8
-        task_of(config, Cell("MHM", 0, 8), digits(), digits())
+        task_of(config, ImageCell("MHM", 0, 8), digits(), digits())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer_of()
@@ -418,7 +419,7 @@ def test_each_seed_draws_its_own_examples_once_for_all_epochs():
         trainer = Trainer(
             task._replace(train=train),
             optax.adam(1e-2),
-            StageOne(schedule="warmup", batch_size=5),
+            StageOneOptions(schedule="warmup", batch_size=5),
             batch_size=4,
             seeds=seeds,
             devices=jax.devices()[:1],
@@ -457,7 +458,7 @@ def test_a_partial_last_batch_counts_only_its_examples():
             train=train, score=lambda model, batch, key: score(model, batch, None)
         ),
         optax.sgd(0.1),
-        StageOne(),
+        StageOneOptions(),
         batch_size=5,
         seeds=(0,),
         devices=jax.devices()[:1],

@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import jax
-import jaxlib
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -25,34 +24,6 @@ from uhop_jax.workdir import flattened
 # Types of all documented errors, beside too little memory.
 WRONG = (ValueError, OSError, OverflowError, FloatingPointError)
 NO_MEMORY = "RESOURCE_EXHAUSTED"  # in errors of XLA
-
-
-def retrieve() -> None:
-    """The command `uhop-retrieve`, and `retrieve.py`."""
-    from uhop_jax import experiments
-
-    _compile_quickly()
-    run_script(experiments.run, config="retrieval")
-
-
-def _compile_quickly() -> None:
-    """Settings for programs that take longer to compile than to run.
-
-    The older emitters of XLA for CPUs compile a fusion in half of the time, and the
-    programs run as fast here. XLA stops at a flag that it does not know, hence the
-    version. Factorisations are small: several threads of LAPACK would mostly wait.
-    """
-    if jaxlib.__version__.startswith("0.10."):
-        flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
-        os.environ.setdefault("XLA_FLAGS", flags)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-def train() -> None:
-    """The command `uhop-train`, and `train.py`."""
-    from uhop_jax.training import train_and_evaluate
-
-    run_script(train_and_evaluate, config="vision")
 
 
 def configs() -> dict[str, Path]:
@@ -238,7 +209,8 @@ def run_script(run: Callable[[ConfigDict, Path], None], *, config: str) -> None:
 
     def main(argv: list[str]) -> None:
         del argv
-        logging.set_verbosity(logging.WARNING)
+        # Orbax logs every step, and errors that are raised as well.
+        logging.set_verbosity(logging.FATAL)
         try:
             run(values.config, user_path(values.workdir or _place(values.config)))
         except WRONG as error:
@@ -281,12 +253,23 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
 
 
 def _configure_output() -> None:
-    """Escapes letters that a terminal cannot show; makes a warning one line."""
+    """Escapes letters that a terminal cannot show; makes a warning one line.
+
+    Only scripts call this: a library changes nothing of the process that imports it.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    script = Path(sys.argv[0]).name
+    script, hook = Path(sys.argv[0]).name, sys.unraisablehook
     warnings.formatwarning = lambda message, *_, **__: f"{script}: {message}\n"
+
+    def report(unraisable: Any) -> None:
+        # After a failed write, which is raised, the threads of TensorStore still
+        # report to an event loop that has ended.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = report
 
 
 def _place(config: ConfigDict) -> Path:

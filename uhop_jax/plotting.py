@@ -22,9 +22,9 @@ from uhop_jax._comparison import Comparison, comparisons
 
 __all__ = [
     "Comparison",
+    "Curve",
     "Landscape",
     "Panel",
-    "Series",
     "Style",
     "comparisons",
     "forecasts",
@@ -36,7 +36,7 @@ __all__ = [
 CAPTION = 22  # letters under an image
 
 
-class Series(NamedTuple):
+class Curve(NamedTuple):
     """A curve with its spread.
 
     Attributes:
@@ -67,7 +67,7 @@ class Panel(NamedTuple):
     """
 
     title: str
-    series: Mapping[str, Series]
+    series: Mapping[str, Curve]
     xlabel: str
     ylabel: str
     xscale: str = "linear"

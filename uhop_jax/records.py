@@ -1,7 +1,6 @@
 """Tables of results: csv files, paired differences, curves and text."""
 
 import csv
-import functools
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -9,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from uhop_jax.plotting import Series
+from uhop_jax.plotting import Curve
 from uhop_jax.storage import write_whole
 
 CELL = ("memories", "corruption", "level")  # columns that identify a cell
@@ -67,8 +67,8 @@ def differences(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[dict]:
 
 def labelled(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
     """Records with a `label`: the method, with its setting if it has several."""
-    groups = grouped(rows, ("method", *CELL, "run"))
-    several = {key[0] for key, group in groups.items() if len(group) > 1}
+    frame = pd.DataFrame(rows)
+    several = frame.method[frame.duplicated(["method", *CELL, "run"])].unique()
     return [
         dict(row, label=f"{row['method']}, {row['setting']}")
         if row["method"] in several
@@ -77,12 +77,17 @@ def labelled(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
     ]
 
 
+def deviation(sample: Sequence[float]) -> float:
+    """Standard deviation of a sample; 0 for a single value."""
+    return float(np.std(sample, ddof=1)) if len(sample) > 1 else 0.0
+
+
 def half_width(sample: Sequence[float]) -> float:
-    """Half of the 95 % interval of a mean, by Student's t."""
+    """Half of the 95 % interval of a mean, by Student's t; 0 for a single value."""
     from scipy.stats import t
 
     n = len(sample)
-    return float(t.ppf(0.975, n - 1) * np.std(sample, ddof=1) / n**0.5)
+    return float(t.ppf(0.975, n - 1) * deviation(sample) / n**0.5) if n > 1 else 0.0
 
 
 def grouped(
@@ -97,24 +102,19 @@ def grouped(
 
 def curves(
     rows: Sequence[Mapping[str, Any]], x: str, y: str, by: str, interval: bool = False
-) -> dict[str, Series]:
+) -> dict[str, Curve]:
     """Mean and standard deviation of `y` against `x`, one curve for each value of `by`.
 
     With `interval`, half of the 95 % interval of the mean in place of the deviation.
     """
-    spread = half_width if interval else functools.partial(np.std, ddof=1)
-    series: dict[str, Series] = {}
-    for name in dict.fromkeys(row[by] for row in rows):
-        chosen = [row for row in rows if row[by] == name and row[y] != ""]
-        places = sorted({row[x] for row in chosen})
-        samples = [[row[y] for row in chosen if row[x] == place] for place in places]
-        if places:
-            series[name] = Series(
-                places,
-                [float(np.mean(s)) for s in samples],
-                [float(spread(s)) if len(s) > 1 else 0.0 for s in samples],
-            )
-    return series
+    spread = half_width if interval else deviation
+    frame = pd.DataFrame(rows, columns=[x, y, by])
+    found = {}
+    for name, group in frame[frame[y] != ""].groupby(by, sort=False):
+        samples = group.groupby(x)[y].agg(list)  # pandas itself leaves NaN out
+        means = [float(np.mean(sample)) for sample in samples]
+        found[name] = Curve([*samples.index], means, [spread(s) for s in samples])
+    return found
 
 
 def of_least(rows: Sequence[Mapping[str, Any]], by: str, value: str) -> list:
@@ -130,13 +130,12 @@ def ranked(error: float | np.floating) -> float:
 
 def pivot(rows: Sequence[Mapping[str, Any]], value: str) -> str:
     """Text table of `value`, mean ± standard deviation: methods by cells."""
-    cells = list(grouped(rows, CELL))
-    lines = [["method", *(f"M={m} {kind} {level:g}" for m, kind, level in cells)]]
-    for (label,), group in grouped(labelled(rows), ("label",)).items():
-        by_cell = grouped(group, CELL)
-        samples = [[row[value] for row in by_cell.get(cell, [])] for cell in cells]
-        lines.append([label, *(mean_and_spread(sample) for sample in samples)])
-    return aligned(lines)
+    table = pd.DataFrame(labelled(rows)).pivot_table(
+        value, "label", CELL, lambda x: mean_and_spread([*x]), sort=False
+    )
+    cells = (f"M={m} {kind} {level:g}" for m, kind, level in table.columns)
+    lines = table.fillna("-").reset_index().to_numpy().tolist()
+    return aligned([["method", *cells], *lines])
 
 
 def mean_and_spread(sample: Sequence[float]) -> str:
@@ -144,7 +143,7 @@ def mean_and_spread(sample: Sequence[float]) -> str:
     if not sample:
         return "-"
     text = f"{np.mean(sample):.3g}"
-    return f"{text} ± {np.std(sample, ddof=1):.2g}" if len(sample) > 1 else text
+    return f"{text} ± {deviation(sample):.2g}" if len(sample) > 1 else text
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -12,6 +12,7 @@ import socket
 import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 from jaxtyping import Float, Int32, UInt8
@@ -24,7 +25,6 @@ HOSTS = {
     "mnist": "storage.googleapis.com",
     "cifar10": "www.cs.toronto.edu",
     "cifar100": "www.cs.toronto.edu",
-    "tiny_imagenet": "cs231n.stanford.edu",
 }
 IMAGES = ("digits", *VERSIONS, "tiny_imagenet")
 SHAPES = {"mnist": (28, 28, 1), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
@@ -129,7 +129,7 @@ def prepare(
             f"TensorFlow: {INSTALL}"
         )
     if source is None:
-        check_reachable(name, HOSTS[name], directory)
+        _check_reachable(name, HOSTS[name], directory)
     builder = tfds.builder(name, data_dir=directory, file_format="array_record")
     if source is not None:
         files = [info.filename for info in builder.url_infos.values()]
@@ -143,17 +143,42 @@ def prepare(
         builder.download_and_prepare(download_config=config)
     except Exception as error:  # downloads fail in many ways
         raise ValueError(
-            f"{name} could not be prepared in data.dir {directory}: {cause(error)}"
+            f"{name} could not be prepared in data.dir {directory}: {_cause(error)}"
         ) from error
 
 
-def cause(error: Exception) -> str:
+def import_pooch(name: str) -> Any:
+    """The package that downloads files."""
+    try:
+        import pooch
+    except ImportError:
+        raise ValueError(f"downloading {name} needs pooch: {INSTALL}") from None
+    return pooch
+
+
+def download(name: str, url: str, digest: str, folder: Path, **options: Any) -> None:
+    """Downloads the file of a set into a folder, by `pooch.retrieve`.
+
+    Raises:
+      ValueError: if the file cannot be downloaded, or is not the file expected.
+    """
+    pooch = import_pooch(name)
+    _check_reachable(name, urlsplit(url).netloc, folder)
+    try:
+        pooch.retrieve(url, digest, path=folder, progressbar=True, **options)
+    except Exception as error:  # downloads fail in many ways
+        raise ValueError(
+            f"{name} could not be downloaded into data.dir {folder}: {_cause(error)}"
+        ) from error
+
+
+def _cause(error: Exception) -> str:
     """Type and first line of an error that a download raised."""
     first, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first}"
 
 
-def check_reachable(name: str, host: str, directory: str | Path) -> None:
+def _check_reachable(name: str, host: str, directory: str | Path) -> None:
     """Raises `ValueError` within seconds if a set cannot be downloaded."""
     if urllib.request.getproxies():  # then only the proxy knows
         return
@@ -233,23 +258,8 @@ def _tiny_imagenet(split: str, directory: Path, limit: int | None) -> Images:
     if not root.exists():
         root = directory / "tiny_imagenet" / "tiny-imagenet-200"
     if not (root / "wnids.txt").exists():
-        try:
-            import pooch
-        except ImportError:
-            raise ValueError(
-                f"downloading tiny_imagenet needs pooch: {INSTALL}"
-            ) from None
-        check_reachable("tiny_imagenet", HOSTS["tiny_imagenet"], directory)
-        url, digest = TINY_IMAGENET
-        folder = root.parent
-        unzip = pooch.Unzip(extract_dir=folder)
-        try:
-            pooch.retrieve(url, digest, path=folder, processor=unzip, progressbar=True)
-        except Exception as error:  # downloads fail in many ways
-            raise ValueError(
-                f"tiny_imagenet could not be downloaded into data.dir {directory}: "
-                f"{cause(error)}"
-            ) from error
+        unzip = import_pooch("tiny_imagenet").Unzip(extract_dir=root.parent)
+        download("tiny_imagenet", *TINY_IMAGENET, root.parent, processor=unzip)
     with reading(root, "folder of Tiny ImageNet"):
         files = _tiny_imagenet_files(root, split)[:limit]
     pixels = np.empty((len(files), 64, 64, 3), np.uint8)

@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+import pandas as pd
+from jaxtyping import Float
 
 from uhop_jax._checks import check_choice
 from uhop_jax._files import reading, user_path
 from uhop_jax.data.dates import (
     DAY,
-    SECOND,
+    Step,
     clock_of,
-    date_text,
-    months_in,
+    months_of,
     parsed_dates,
     stamps,
-    steps_of,
-    steps_text,
+    step_of,
+    step_text,
 )
 from uhop_jax.data.house import simulated_house
-from uhop_jax.data.images import INSTALL, cause, check_reachable
-from uhop_jax.data.tables import DECIMALS, numbers, read_table
+from uhop_jax.data.images import download, import_pooch
+from uhop_jax.data.tables import DECIMALS, chosen, numbers, read_table
 from uhop_jax.data.windows import constant_columns
 
 ETT = (
@@ -41,7 +41,6 @@ WTH = (  # a copy at an address that does not change
     "68c3c6cd970f102b35139cff97eee4837a0fc200/datasets/"
 )
 LARGEST = 2**30  # bytes of text; the cells take ten times as much memory
-HOST = "raw.githubusercontent.com"
 
 
 class Source(NamedTuple):
@@ -97,42 +96,38 @@ class Series(NamedTuple):
       dates: of the rows, datetime64[s]. If the file gives offsets from UTC, dates are
         local time: hours by the offset of the last row throughout, days by the clock of
         the file, so that steps are even.
-      step: the commonest time between rows, timedelta64[s].
-      calendar: "" if all rows are one `step` apart; else `weekdays`, `months` (same day
-        of the month) or `month ends`.
+      step: between rows: a `pandas.Timedelta`, or an offset of pandas: `BDay` for
+        weekdays, `DateOffset` for months (same day of the month), `MonthEnd`.
       zone: offset from UTC of the last row, as the file writes it, or "".
     """
 
     values: Float[np.ndarray, "n D"]
     names: tuple[str, ...]
     dates: np.ndarray
-    step: np.timedelta64
-    calendar: str = ""
+    step: Step
     zone: str = ""
 
     @property
     def steps(self) -> str:
         """Steps between rows in words: `1 hour`, `weekdays`, `3 months`."""
-        return steps_text(self.step, self.calendar)
+        return step_text(self.step)
 
     def goes_on_like(self, other: "Series") -> bool:
         """Whether the rows have the steps of another series."""
-        places = np.arange(len(self.dates))
-        stamped = stamps(self.dates[0], places, other.step, other.calendar)
+        stamped = stamps(self.dates[0], len(self.dates), other.step)
         return bool((stamped == self.dates).all())
 
     def following(self, number: int) -> np.ndarray:
         """Dates of the next rows beyond the end, datetime64[s]."""
-        places = 1 + np.arange(number)
-        return stamps(self.dates[-1], places, self.step, self.calendar)
+        return stamps(self.dates[-1], 1 + number, self.step)[1:].to_numpy()
 
     @property
     def period(self) -> int:
         """Rows in a day; in a week for days; in a year for weeks or months; or 1."""
-        if self.calendar == "weekdays":
+        if isinstance(self.step, pd.offsets.BDay):
             return 5
-        if self.calendar:
-            return max(1, 12 // months_in(self.step))
+        if months := months_of(self.step):
+            return max(1, 12 // months)
         cycles = (DAY, 7 * DAY, 364 * DAY)
         return next((int(c // self.step) for c in cycles if self.step < c), 1)
 
@@ -154,9 +149,9 @@ def series(name: str, *, directory: str | Path | None = None, **options: Any) ->
     """
     if name == "demo":
         values, names = simulated_house()
-        hours = np.arange(len(values)) * np.timedelta64(3600, "s")
-        dates = np.datetime64("2023-11-01", "s") + hours
-        return Series(values, names, dates, np.timedelta64(3600, "s"))
+        hour = pd.Timedelta(hours=1)
+        dates = stamps("2023-11-01", len(values), hour)
+        return Series(values, names, dates.to_numpy(), hour)
     if name in SOURCES:
         return read_series(_place(name, directory), **options)
     if not Path(name).suffix and not user_path(name).exists():
@@ -207,87 +202,83 @@ def read_series(
       ValueError: if an option is unknown, the file cannot be read, or is not as
         described; it names the line and the column.
     """
-    chosen = (decimal, missing, gaps, duplicates, unsorted, constant)
-    for (option, choices), value in zip(OPTIONS.items(), chosen, strict=True):
+    given = (decimal, missing, gaps, duplicates, unsorted, constant)
+    for (option, choices), value in zip(OPTIONS.items(), given, strict=True):
         check_choice(option, value, choices)
     path = user_path(path)
     table = read_table(path, _read(path))
-    lines, first_column = table.lines, [row[0] for row in table.cells]
-    selected = table.columns(columns)
-    parsed = parsed_dates(path, table.names[0], lines, first_column, date_format)
-    values = numbers(table, selected, decimal, missing_values)
-    names = [table.names[number] for number in selected]
+    selected = chosen(path, table, columns)
+    dates = parsed_dates(path, table.iloc[:, 0], date_format)
+    values = numbers(path, selected, decimal, missing_values)
 
-    backward = np.flatnonzero(np.diff(parsed.utc) < 0 * SECOND)
-    if backward.size and unsorted == "error":
-        before, row = parsed.local[backward[0] : backward[0] + 2]
+    backward = dates.utc.diff() < pd.Timedelta(0)
+    if backward.any() and unsorted == "error":
+        line, before = backward.idxmax(), dates.local.shift()
         raise ValueError(
-            f"{path}, line {lines[backward[0] + 1]}: {date_text(row)} comes "
-            f"after {date_text(before)}; unsorted='sort' sorts the rows"
+            f"{path}, line {line}: {dates.local[line]} comes after {before[line]}; "
+            "unsorted='sort' sorts the rows"
         )
-    order = np.argsort(parsed.utc, kind="stable")
-    parsed, values, lines = parsed.rows(order), values[order], lines[order]
+    dates = dates.sort_values("utc", kind="stable")
+    values = values.loc[dates.index]
 
-    repeated = np.flatnonzero(np.diff(parsed.utc) == 0 * SECOND)
-    if repeated.size and duplicates == "error":
+    repeated = dates.utc.duplicated()
+    if repeated.any() and duplicates == "error":
+        line = repeated.idxmax()
+        first = dates.index[dates.utc == dates.utc[line]][0]
         raise ValueError(
-            f"{path}, line {lines[repeated[0] + 1]}: "
-            f"{date_text(parsed.local[repeated[0]])} is there already, in line "
-            f"{lines[repeated[0]]}; duplicates='first' or 'mean' makes one row of them"
+            f"{path}, line {line}: {dates.local[line]} is there already, in line "
+            f"{first}; duplicates='first' or 'mean' makes one row of them"
         )
-    if repeated.size:
-        _, first, counts = np.unique(parsed.utc, return_index=True, return_counts=True)
-        parsed = parsed.rows(first)
-        if duplicates == "mean":
-            values = np.add.reduceat(values, first) / counts[:, None]
-        else:
-            values = values[first]
-        lines = lines[first]
-    if len(lines) < 3:
-        raise ValueError(f"{path} holds {len(lines)} rows, a series needs at least 3")
-    local, dates = parsed.local, clock_of(parsed)
+    if duplicates == "mean":  # a mean with a missing value is missing
+        unknown = values.isna().groupby(dates.utc).transform("any")
+        values = values.groupby(dates.utc).transform("mean").mask(unknown)
+    dates, values = dates[~repeated], values[~repeated]
+    if len(dates) < 3:
+        raise ValueError(f"{path} holds {len(dates)} rows, a series needs at least 3")
 
-    absent = np.isnan(values)
+    absent = values.isna().stack(future_stack=True)
     if absent.any() and missing == "error":
-        row, place = np.argwhere(absent)[0]
+        line, name = absent.idxmax()
         raise ValueError(
-            f"{path}, line {lines[row]}, column {names[place]!r}: the value is "
-            f"missing ({absent.sum()} are); missing='interpolate' fills them in"
+            f"{path}, line {line}, column {name!r}: the value is missing "
+            f"({absent.sum()} are); missing='interpolate' fills them in"
         )
-    step, calendar, places = steps_of(path, lines, dates)
-    number = int(places[-1]) + 1
-    if number > len(dates):
-        if gaps == "error" or number > 2 * len(dates):
-            row = int(np.flatnonzero(np.diff(places) > 1)[0])
-            advice = (
-                "gaps='fill' interpolates them"
-                if number <= 2 * len(dates)
-                else f"the whole file lacks {number - len(dates)}, too many to fill"
-            )
-            raise ValueError(
-                f"{path}, line {lines[row + 1]}: {date_text(local[row + 1])} follows "
-                f"{date_text(local[row])}, with a step of {steps_text(step, calendar)} "
-                f"{places[row + 1] - places[row] - 1} rows are missing between them; "
-                f"{advice}"
-            )
-        dates = stamps(dates[0], np.arange(number), step, calendar)
-    if absent.any() or number > len(values):
-        values = _interpolated(values, places, number)
-
-    flat = constant_columns(values)
-    if flat.any() and constant == "error":
-        place = int(flat.argmax())
+    clock = clock_of(dates)
+    step, places = step_of(path, clock)
+    number, known = int(places[-1]) + 1, len(places)
+    if number > known and (gaps == "error" or number > 2 * known):
+        row = int(np.argmax(np.diff(places) > 1)) + 1
+        advice = f"the whole file lacks {number - known}, too many to fill"
+        if number <= 2 * known:
+            advice = "gaps='fill' interpolates them"
         raise ValueError(
-            f"{path}, column {names[place]!r} is {values[0, place]:g} in every row; "
+            f"{path}, line {dates.index[row]}: {dates.local.iloc[row]} follows "
+            f"{dates.local.iloc[row - 1]}, with a step of {step_text(step)} "
+            f"{places[row] - places[row - 1] - 1} rows are missing between them; "
+            f"{advice}"
+        )
+    even = values.set_axis(places).reindex(range(number))
+    even = even.interpolate(limit_direction="both")
+
+    flat = constant_columns(even.to_numpy())
+    if flat.any() and constant == "error":
+        name = even.columns[flat.argmax()]
+        raise ValueError(
+            f"{path}, column {name!r} is {even[name].iloc[0]:g} in every row; "
             "constant='keep' or 'drop' keeps or drops such columns"
         )
-    _warn_of_far_values(path, names, values)
+    _warn_of_far_values(path, even)
     if constant == "drop":
-        names = [name for name, x in zip(names, flat, strict=True) if not x]
-        values = values[:, ~flat]
-    if not names:
+        even = even.loc[:, ~flat]
+    if even.empty:
         raise ValueError(f"{path} holds no column that varies")
-    return Series(values, tuple(names), dates, step, calendar, str(parsed.zones[-1]))
+    return Series(
+        even.to_numpy(),
+        tuple(even.columns),
+        stamps(clock.iloc[0], number, step).to_numpy(),
+        step,
+        dates.zone.iloc[-1],
+    )
 
 
 # Files
@@ -297,10 +288,8 @@ def _place(name: str, directory: str | Path | None) -> Path:
     """Path of the file of a known set, which is downloaded if missing."""
     source = SOURCES[name]
     if directory is None:
-        pooch = _import_pooch(name)
-        folder = Path(pooch.os_cache("uhop_jax"))
-    else:
-        folder = user_path(directory)
+        directory = import_pooch(name).os_cache("uhop_jax")
+    folder = user_path(directory)
     for path in (folder / source.file, folder / f"{source.file}.gz"):
         if path.exists():
             text = _read(path).replace("\r\n", "\n")
@@ -310,29 +299,9 @@ def _place(name: str, directory: str | Path | None) -> Path:
                     "SHA-256 differs); give its path as data.name to read it as it is"
                 )
             return path
-    pooch = _import_pooch(name)
-    check_reachable(name, HOST, folder)
-    try:
-        pooch.retrieve(
-            source.place + source.file,
-            f"sha256:{source.sha256}",
-            fname=source.file,
-            path=folder,
-            progressbar=True,
-        )
-    except Exception as error:  # downloads fail in many ways
-        raise ValueError(
-            f"{name} could not be downloaded into data.dir {folder}: {cause(error)}"
-        ) from error
+    address = source.place + source.file
+    download(name, address, f"sha256:{source.sha256}", folder, fname=source.file)
     return folder / source.file
-
-
-def _import_pooch(name: str) -> Any:
-    try:
-        import pooch
-    except ImportError:
-        raise ValueError(f"downloading {name} needs pooch: {INSTALL}") from None
-    return pooch
 
 
 def _read(path: Path) -> str:
@@ -355,32 +324,16 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path} is no text in UTF-8") from None
 
 
-def _warn_of_far_values(
-    path: Path, names: Sequence[str], values: Float[np.ndarray, "n D"]
-) -> None:
+def _warn_of_far_values(path: Path, frame: pd.DataFrame) -> None:
     """Warns of a value that is very far from all others, once for each column."""
-    for name, column in zip(names, values.T, strict=True):
-        away = np.abs(column - np.median(column))
-        value = column[away.argmax()]
+    for name, column in frame.items():
+        away = (column - column.median()).abs()
+        value = column[away.idxmax()]
         others = column[column != value]
-        if len(others) > 1 and away.max() > FAR * others.std() > 0:
+        if len(others) > 1 and away.max() > FAR * others.std(ddof=0) > 0:
             warnings.warn(
                 f"{path}, column {name!r}: {value:.15g} ({len(column) - len(others)} "
                 f"times) is {FAR} standard deviations away from all other values; if "
                 f"it marks missing values, missing_values=('{value:.15g}',) says so",
                 stacklevel=3,
             )
-
-
-def _interpolated(
-    values: Float[np.ndarray, "m D"],
-    places: Int[np.ndarray, " m"],
-    number: int,
-) -> Float[np.ndarray, "n D"]:
-    """Values at every place: linear between known values, constant beyond them."""
-    filled = np.empty((number, values.shape[1]))
-    for column, known in enumerate((~np.isnan(values)).T):
-        filled[:, column] = np.interp(
-            np.arange(number), places[known], values[known, column]
-        )
-    return filled

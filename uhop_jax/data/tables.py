@@ -1,7 +1,7 @@
 """Tables in text: a header, rows of cells, numbers with decimal points or commas.
 
-A fault of a table is an error that names line and column, and shows the cell as the
-file has it.
+A table is a data frame of text whose index is the line of the file. A fault of a table
+is an error that names line and column, and shows the cell as the file has it.
 """
 
 import csv
@@ -9,45 +9,17 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+import pandas as pd
 
 MISSING = frozenset(("", "na", "n/a", "<na>", "#n/a", "nan", "null", "none"))
 MARKS = {"point": ".", "comma": ","}
 DECIMALS = ("auto", *MARKS)
 
 
-class Table(NamedTuple):
-    """A table of text.
-
-    Attributes:
-      path: of the file, for errors.
-      names: of the columns.
-      lines: number of the line in the file, for each row.
-      cells: of the rows, without the header.
-      delimiter: between cells.
-    """
-
-    path: Path
-    names: list[str]
-    lines: Int[np.ndarray, " n"]
-    cells: list[list[str]]
-    delimiter: str
-
-    def columns(self, names: Sequence[str]) -> list[int]:
-        """Indices of columns beside the first, by their names; () is all."""
-        for name in names:
-            if name not in self.names[1:]:
-                raise ValueError(
-                    f"{self.path} has no column {name!r} beside the dates; it has "
-                    f"{', '.join(self.names[1:])}"
-                )
-        return [self.names.index(n) for n in names] or [*range(1, len(self.names))]
-
-
-def read_table(path: Path, text: str) -> Table:
+def read_table(path: Path, text: str) -> pd.DataFrame:
     """Splits a text into a header and rows of cells; blank lines are left out.
 
     Args:
@@ -58,53 +30,64 @@ def read_table(path: Path, text: str) -> Table:
       ValueError: if the header is missing or names a column twice, there is one column,
         a row has another number of cells, or there are fewer than 3 rows.
     """
-    head = text.lstrip().partition("\n")[0]
-    delimiter = max(",;\t", key=head.count)
+    delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    lines, rows = [], []
+    rows = {}
     try:
         for row in reader:
             if any(row):
-                lines.append(reader.line_num)
-                rows.append([cell.strip() for cell in row])
+                rows[reader.line_num] = [cell.strip() for cell in row]
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     if not rows:
         raise ValueError(f"{path} is empty")
-    names = [name or f"column {i + 1}" for i, name in enumerate(rows[0])]
+    first, header = next(iter(rows.items()))
+    names = [name or f"column {i + 1}" for i, name in enumerate(header)]
     if len(names) < 2:
         raise ValueError(
             f"{path} holds one column, {names[0]!r}; it needs dates in the first and "
             "numbers in others"
         )
-    if re.match(r"[+-]?\d", rows[0][0]) and any(map(_is_number, rows[0][1:])):
+    if re.match(r"[+-]?\d", header[0]) and any(map(_is_number, header[1:])):
         raise ValueError(
-            f"{path}, line {lines[0]}: there is no header, the first line must name "
-            f"the columns, got {rows[0][0]}{delimiter}{rows[0][1]}"
+            f"{path}, line {first}: there is no header, the first line must name the "
+            f"columns, got {header[0]}{delimiter}{header[1]}"
         )
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
-        raise ValueError(f"{path}, line {lines[0]}: two columns are named {twice[0]!r}")
-    for line, row in zip(lines, rows, strict=True):
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"{path}, line {first}: two columns are named {twice[0]!r}")
+    for line, row in rows.items():
         if len(row) != len(names):
             raise ValueError(
                 f"{path}, line {line}: {len(row)} cells, the header has {len(names)}"
             )
-    if len(rows) < 4:
-        raise ValueError(
-            f"{path} holds {len(rows) - 1} rows, a series needs at least 3"
-        )
-    return Table(path, names, np.asarray(lines[1:]), rows[1:], delimiter)
+    del rows[first]
+    if len(rows) < 3:
+        raise ValueError(f"{path} holds {len(rows)} rows, a series needs at least 3")
+    table = pd.DataFrame([*rows.values()], [*rows], names, dtype=str)
+    table.attrs["delimiter"] = delimiter
+    return table
+
+
+def chosen(path: Path, table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Columns beside the first, by their names; () is all."""
+    known = table.columns[1:]
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"{path} has no column {name!r} beside the dates; it has "
+                f"{', '.join(known)}"
+            )
+    return table[[*names] or known]
 
 
 def numbers(
-    table: Table, columns: Sequence[int], decimal: str, missing_values: Sequence[Any]
-) -> Float[np.ndarray, "n k"]:
-    """Some columns of a table as numbers, NaN where a value is missing.
+    path: Path, table: pd.DataFrame, decimal: str, missing_values: Sequence[Any]
+) -> pd.DataFrame:
+    """A table of text as numbers, NaN where a value is missing.
 
     Args:
+      path: of the file, for errors.
       table: of text.
-      columns: indices of the columns.
       decimal: `point`, `comma`, or `auto`, the mark by which all cells are numbers; the
         second mark may separate thousands.
       missing_values: cells, or numbers, that mark a missing value.
@@ -113,59 +96,54 @@ def numbers(
       ValueError: if a cell is no number or not finite, two decimal marks fit all cells
         and make a difference, or a column holds no number.
     """
-    cells = [row[column] for row in table.cells for column in columns]
+    cells = table.stack(future_stack=True)  # indexed by line and column
     marks = MISSING | {str(x).strip().lower() for x in missing_values}
-    cells = ["nan" if cell.lower() in marks else cell for cell in cells]
+    cells = cells.mask(cells.str.lower().isin(marks), "nan")
 
-    def place(index: int) -> str:
-        row, column = divmod(index, len(columns))
-        name = table.names[columns[column]]
-        return f"{table.path}, line {table.lines[row]}, column {name!r}"
+    def fail(wrong: pd.Series, why: str) -> None:
+        line, name = place = wrong.idxmax()
+        raise ValueError(
+            f"{path}, line {line}, column {name!r}: {cells[place]!r} {why}"
+        )
 
     tried = [decimal] if decimal in MARKS else list(MARKS)
-    if decimal == "auto" and table.delimiter == "," and "," not in "".join(cells):
+    commas = table.attrs["delimiter"] != "," or cells.str.contains(",").any()
+    if decimal == "auto" and not commas:
         tried = ["point"]
     readings = {mark: _read(cells, MARKS[mark]) for mark in tried}
-    fitting = {m: values for m, (values, wrong) in readings.items() if not wrong.any()}
+    unread = {mark: x.isna() & (cells != "nan") for mark, x in readings.items()}
+    fitting = [readings[mark] for mark, wrong in unread.items() if not wrong.any()]
     if not fitting:
-        mark, (_, wrong) = min(readings.items(), key=lambda x: x[1][1].sum())
-        cell = cells[index := int(wrong.argmax())]
-        other = [m for m in MARKS if m != mark and not _read([cell], MARKS[m])[1][0]]
+        mark, wrong = min(unread.items(), key=lambda x: x[1].sum())
+        cell = cells[[wrong.idxmax()]]
+        other = [m for m in MARKS if m != mark and _read(cell, MARKS[m]).notna().all()]
         if other:
             why = f"is no number with a decimal {mark}, but with a decimal {other[0]}"
-            why += f"; decimal={decimal!r} reads all cells of a file in one way"
+            why += "; all cells of a file are read in one way"
         else:
             why = (
-                f"is no number; if it marks a missing value, missing_values=({cell!r},)"
-                " says so; columns=(...) names the columns to read"
+                "is no number; if it marks a missing value, missing_values="
+                f"({cell.iloc[0]!r},) says so; columns=(...) names the columns to read"
             )
-        raise ValueError(f"{place(index)}: {cell!r} {why}")
-    values, *rest = fitting.values()
+        fail(wrong, why)
+    values, *rest = fitting
     for second in rest:
-        if (different := (values != second) & ~np.isnan(values)).any():
-            index = int(different.argmax())
-            raise ValueError(
-                f"{place(index)}: {cells[index]!r} is {values[index]:.15g} or "
-                f"{second[index]:.15g}, and no cell of the file tells which; "
-                "decimal='point' or 'comma' does"
-            )
+        if (different := (values != second) & values.notna()).any():
+            one, two = values[different].iloc[0], second[different].iloc[0]
+            why = f"is {one:.15g} or {two:.15g}, and no cell of the file tells which; "
+            fail(different, why + "decimal='point' or 'comma' does")
     if np.isinf(values).any():
-        index = int(np.isinf(values).argmax())
-        raise ValueError(f"{place(index)}: {cells[index]!r} is not finite")
+        fail(np.isinf(values), "is not finite")
     coded = [float(x) for x in map(str, missing_values) if _is_number(x)]
-    values[np.isin(values, coded)] = np.nan
-    values = values.reshape(len(table.cells), len(columns))
-    empty = np.isnan(values).all(0)
-    if empty.any():
-        name = table.names[columns[int(empty.argmax())]]
-        raise ValueError(f"{table.path}, column {name!r} holds no value at all")
-    return values
+    known = values.mask(values.isin(coded)).to_numpy().reshape(table.shape)
+    frame = pd.DataFrame(known, table.index, table.columns)
+    if (empty := frame.isna().all()).any():
+        raise ValueError(f"{path}, column {empty.idxmax()!r} holds no value at all")
+    return frame
 
 
-def _read(
-    cells: Sequence[str], decimal: str
-) -> tuple[Float[np.ndarray, " n"], np.ndarray]:
-    """Numbers of cells with a decimal mark, and whether each cell is no number.
+def _read(cells: pd.Series, decimal: str) -> pd.Series:
+    """Numbers of cells with a decimal mark; NaN for cells that are no numbers.
 
     The second mark may separate all thousands of a cell, not after a leading zero.
     """
@@ -175,11 +153,9 @@ def _read(
         rf"(?:[{decimal}]\d*)?(?:e[+-]?\d+)?|nan|[+-]?inf(?:inity)?",
         re.IGNORECASE | re.ASCII,
     )
-    wrong = np.asarray([number.fullmatch(cell) is None for cell in cells])
-    to_python = str.maketrans({decimal: ".", thousands: None})
-    texts = ["nan" if bad else x for x, bad in zip(cells, wrong, strict=True)]
-    values = np.asarray([x.translate(to_python) for x in texts], np.float64)
-    return values, wrong
+    python = str.maketrans({decimal: ".", thousands: None})
+    texts = [x.translate(python) if number.fullmatch(x) else "nan" for x in cells]
+    return pd.Series(np.asarray(texts, np.float64), cells.index)
 
 
 def _is_number(cell: str) -> bool:

@@ -6,49 +6,49 @@ from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
 from uhop_jax.command_line import check_config
-from uhop_jax.experiments import figures, query, studies, sweep
+from uhop_jax.experiments import cells, compare, figures, query, sweep, variants
 from uhop_jax.experiments.sweep import ABOUT, SCORES, SEPARATION, Experiment
 
 _SWEEP = Experiment(
     ABOUT | SCORES,
-    sweep.retrieval_cell,
-    sweep.sets_of_retrieval,
+    compare.retrieval_cell,
+    compare.sets_of_retrieval,
     figures.sweep,
-    sweep.report,
+    compare.report,
 )
 _STEPS = _SWEEP._replace(
-    columns=ABOUT | SCORES | SEPARATION, figure=studies.steps_figure
+    columns=ABOUT | SCORES | SEPARATION, figure=variants.steps_figure
 )
 
 EXPERIMENTS = {
     "demo": _SWEEP,
     "capacity": _SWEEP,
     "noise": _SWEEP,
-    "grid": _SWEEP._replace(report=sweep.grid_report),
+    "grid": _SWEEP._replace(report=compare.grid_report),
     "stage_one": _STEPS,
     "losses": _STEPS,
     "scatter": Experiment(
         ABOUT | dict.fromkeys(("rate", "beta", "error", "loss", "delta_min"), float),
-        studies.scatter_cell,
-        sweep.sets_scored,
-        studies.scatter_figure,
-        studies.scatter_report,
+        variants.scatter_cell,
+        cells.sets_scored,
+        variants.scatter_figure,
+        variants.scatter_report,
         compare=False,
     ),
     "metastability": Experiment(
         ABOUT | dict.fromkeys(("alpha", "beta", "size", "error"), float),
-        studies.metastability_cell,
-        sweep.sets_scored,
-        studies.metastability_figure,
-        studies.metastability_report,
+        variants.metastability_cell,
+        cells.sets_scored,
+        variants.metastability_figure,
+        variants.metastability_report,
         compare=False,
     ),
     "temperature": Experiment(
         ABOUT | dict.fromkeys(("beta", "error"), float),
-        studies.temperature_cell,
-        sweep.sets_scored,
-        studies.temperature_figure,
-        studies.temperature_report,
+        variants.temperature_cell,
+        cells.sets_scored,
+        variants.temperature_figure,
+        variants.temperature_report,
         compare=False,
     ),
 }

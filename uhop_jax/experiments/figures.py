@@ -121,7 +121,7 @@ def _comparison(rows: Rows, title: str) -> Comparison:
     for group, members in grouped(rows).items():
         for (label,), lot in records.grouped(members, ("label",)).items():
             errors = [row["error"] for row in lot]
-            half = records.half_width(errors) if len(errors) > 1 else 0.0
+            half = records.half_width(errors)
             mean = float(np.mean(errors))
             if lot[0]["method"] == LIMIT:
                 line = (LIMIT, mean)

@@ -204,20 +204,22 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
     return Protocol(methods, settings, beta)
 
 
-def resolve(config: ConfigDict) -> None:
-    """Fills in the numbers of Stage I steps of a config that names none.
+def resolve(config: ConfigDict) -> ConfigDict:
+    """The config, with numbers of Stage I steps if it names none.
 
     The paper's number is 100 for small grey images, 200 for other images in the noise
     variant, and 500 elsewhere. The fair protocol chooses among a tenth of the number,
     three tenths and the whole.
     """
     if config.stage_one.steps:
-        return
+        return config
     number = 200 if config.variant == "noise" else 500
     if config.data.name in ("digits", "mnist"):
         number = 100
     steps = (number // 10, 3 * number // 10, number)
-    config.stage_one.steps = steps if config.protocol == "fair" else (number,)
+    resolved = ConfigDict(config.to_dict())
+    resolved.stage_one.steps = steps if config.protocol == "fair" else (number,)
+    return resolved.lock()
 
 
 def falling_rates(steps: int) -> np.ndarray:

@@ -17,8 +17,8 @@ from uhop_jax._files import mapped_array
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.data.patterns import check_scale, mapped_patterns
 from uhop_jax.experiments import figures
-from uhop_jax.experiments.corruptions import KnownMasks, corruption_of
-from uhop_jax.experiments.sweep import load_patterns, patterns_read
+from uhop_jax.experiments.cells import load_patterns, patterns_read
+from uhop_jax.experiments.kinds import KnownMasks, corruption_of
 from uhop_jax.kernels import check_numbers
 from uhop_jax.model import Model
 from uhop_jax.retrieval import converge, retrieve
@@ -311,15 +311,9 @@ def _write(
         return written
     names = range(len(patterns)) if config.mapped else memory.names
     write_table(workdir / "answers.csv", _rows(names, queries, answers))
-    arrays: Any = {
-        "patterns": answers.state,
-        "index": answers.nearest,
-        "weights": answers.weights,
-    }
-    write_file(
-        workdir / "retrieved.npz",
-        lambda path: np.savez(path, **arrays),
-    )
+    arrays: Any = answers.state, answers.nearest, answers.weights
+    named = dict(zip(("patterns", "index", "weights"), arrays, strict=True))
+    write_file(workdir / "retrieved.npz", lambda path: np.savez(path, **named))
     written += ["answers.csv", "retrieved.npz"]
     drawn = len(memory.shape) == 3 and memory.shape[-1] in data.CHANNELS
     if drawn and config.images:
@@ -347,10 +341,8 @@ def _observed(path: str, queries: data.Patterns | None) -> Array | None:
     if mask.dtype != bool:
         raise ValueError(f"observed must be boolean, {path} has dtype {mask.dtype}")
     try:
-        known = np.broadcast_to(
-            mask.reshape(mask.shape[0], -1) if mask.ndim > 2 else mask,
-            queries.values.shape,
-        )
+        flat = mask.reshape(mask.shape[0], -1) if mask.ndim > 2 else mask
+        known = np.broadcast_to(flat, queries.values.shape)
     except ValueError:
         raise ValueError(
             f"observed has shape {mask.shape}, queries {queries.values.shape}"

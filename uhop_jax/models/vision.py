@@ -227,7 +227,7 @@ class VisionHopfield(nnx.Module):
         options |= {"num_heads": num_heads, "dropout": dropout}
         options |= {"mlp_dropout": mlp_dropout} | dtypes
         self.blocks = nnx.data(
-            [Block(size, width, rngs=rngs, **options) for _ in range(depth)]
+            [VisionBlock(size, width, rngs=rngs, **options) for _ in range(depth)]
         )
         self.norm_tokens = nnx.LayerNorm(size, rngs=rngs, **dtypes)
         self.norm = nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **dtypes)
@@ -250,7 +250,7 @@ class VisionHopfield(nnx.Module):
         return self.head(self.norm(jax.nn.relu(token)))
 
 
-class Block(nnx.Module):
+class VisionBlock(nnx.Module):
     """Self-association of the tokens, then an MLP, both as residual branches."""
 
     def __init__(

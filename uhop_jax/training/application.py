@@ -2,9 +2,6 @@
 
 import abc
 import functools
-import hashlib
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,19 +14,17 @@ from uhop_jax import plotting
 from uhop_jax._checks import check_count, check_positive, check_seed
 from uhop_jax.losses import loss_from_name
 from uhop_jax.training.arms import arm_of
-from uhop_jax.training.run import Goal
-from uhop_jax.training.steps import (
-    StageOne,
+from uhop_jax.training.cells import AnyCell, directory_name
+from uhop_jax.training.judging import Goal
+from uhop_jax.training.steps import Trainer
+from uhop_jax.training.task import (
+    StageOneOptions,
     Task,
-    Trainer,
     TrainState,
     number_of_parameters,
 )
 
 Rows = list[dict[str, Any]]
-# One model of a study: a named tuple with an `arm` and a `title`. Its fields identify
-# it, and are columns of the results.
-Cell = Any
 
 
 class Application(abc.ABC):
@@ -66,7 +61,7 @@ class Application(abc.ABC):
         check_count("train.patience", config.train.patience, 0)
         check_positive("train.learning_rate", config.train.learning_rate)
 
-    def trainer(self, cell: Cell) -> Trainer:
+    def trainer(self, cell: AnyCell) -> Trainer:
         """The trainer of a cell."""
         arm, task = arm_of(cell.arm), self.task(cell)
         batch = min(self.config.train.batch_size, task.train.size)
@@ -75,7 +70,9 @@ class Application(abc.ABC):
         return Trainer(
             task,
             self.optimizer(-(-task.train.size // batch)),
-            StageOne(schedule=arm.schedule, by_task=arm.by_task, **options, loss=loss),
+            StageOneOptions(
+                schedule=arm.schedule, by_task=arm.by_task, loss=loss, **options
+            ),
             batch_size=batch,
             seeds=self.seeds(cell),
         )
@@ -85,26 +82,26 @@ class Application(abc.ABC):
         for cell in self.cells():
             self.trainer(cell)
 
-    def run_of(self, cell: Cell) -> Cell:
+    def run_of(self, cell: AnyCell) -> AnyCell:
         """The cell whose run a cell judges: itself, or an earlier cell."""
         return cell
 
-    def directory(self, cell: Cell) -> Path:
+    def directory(self, cell: AnyCell) -> Path:
         """Directory of the run of a cell: `workdir`, or within it for several runs."""
         if len(self.cells()) == 1:
             return self.workdir
         return self.workdir / directory_name(cell)
 
     @abc.abstractmethod
-    def read(self, cell: Cell) -> dict[str, Any]:
+    def read(self, cell: AnyCell) -> dict[str, Any]:
         """Data that the run of a cell reads, by name, see `uhop_jax.workdir.check`."""
 
-    def seeds(self, cell: Cell) -> tuple[int, ...]:
+    def seeds(self, cell: AnyCell) -> tuple[int, ...]:
         """Seeds that are trained side by side in a cell."""
         del cell
         return tuple(self.config.seeds)
 
-    def curves_title(self, cell: Cell) -> str:
+    def curves_title(self, cell: AnyCell) -> str:
         """The title above the curves of a run."""
         return cell.title
 
@@ -118,7 +115,7 @@ class Application(abc.ABC):
         """Models of the study, in order."""
 
     @abc.abstractmethod
-    def task(self, cell: Cell) -> Task:
+    def task(self, cell: AnyCell) -> Task:
         """Data, model and loss of a cell."""
 
     @abc.abstractmethod
@@ -131,7 +128,7 @@ class Application(abc.ABC):
 
     @abc.abstractmethod
     def summary(
-        self, cell: Cell, trainer: Trainer, history: Rows, directory: Path
+        self, cell: AnyCell, trainer: Trainer, history: Rows, directory: Path
     ) -> Rows:
         """Records of a finished run; may write further files into its directory."""
 
@@ -141,30 +138,19 @@ class Application(abc.ABC):
 
     @abc.abstractmethod
     def figures(
-        self, histories: Mapping[Cell, Rows], rows: Rows
+        self, histories: Mapping[AnyCell, Rows], rows: Rows
     ) -> Mapping[str, Sequence[plotting.Panel]]:
         """Panels that compare the runs of a study, by the file they go to."""
 
     @abc.abstractmethod
     def predict(
-        self, cell: Cell, trainer: Trainer, state: TrainState, directory: Path
+        self, cell: AnyCell, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
         """Applies a model to `config.predict`; returns a message about the result."""
 
     def untrained(self) -> Rows:
         """Records of methods that need no training."""
         return []
-
-
-def directory_name(cell: Cell) -> str:
-    """A name for the directory of a cell, which no other cell has.
-
-    The name begins with the title, for people, and ends with a hash of the fields.
-    """
-    text = json.dumps(cell._asdict(), sort_keys=True)
-    mark = hashlib.sha256(text.encode()).hexdigest()[:8]
-    title = re.sub(r"[^a-z0-9]+", "_", cell.title.lower().replace("+", "with"))
-    return f"{title.strip('_')[:100]}_{mark}"
 
 
 def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:

@@ -7,10 +7,8 @@ further error of reading stops the run, and leaves all checkpoints where they ar
 """
 
 import hashlib
-import logging
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,12 +39,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, read_only: bool = False):
-        # Orbax logs every step, and errors that are raised here as well.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory, self._read_only = directory, read_only
-        self._hook = sys.unraisablehook
-        if not read_only:
-            sys.unraisablehook = self._report
         self._chosen = _Chosen()
         if not read_only:
             _set_damaged_aside(directory)
@@ -130,20 +123,9 @@ class Checkpoints:
         """
         try:
             self.wait()
-            if sys.unraisablehook == self._report:
-                sys.unraisablehook = self._hook
         finally:
             with _writing(self.directory):
                 self._manager.close()
-
-    def _report(self, unraisable: Any) -> None:
-        """Reports an error that a thread cannot raise, except after a failed write.
-
-        The failed write itself is raised; the threads of TensorStore then report to an
-        event loop that has ended.
-        """
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self._hook(unraisable)
 
 
 class _Chosen(managers.PreservationPolicy):

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
-from uhop_jax import data, paper, plotting, records
+from uhop_jax import data, plotting
 from uhop_jax._checks import (
     check_choice,
     check_count,
@@ -24,24 +24,17 @@ from uhop_jax._checks import (
 )
 from uhop_jax.data.dates import date_text
 from uhop_jax.layers import LinearFeatures
-from uhop_jax.models import STanHop, TuneAndPlay, baselines
-from uhop_jax.training import forecasts
-from uhop_jax.training.application import (
-    Application,
-    Rows,
-    directory_name,
-    with_matched_size,
-)
-from uhop_jax.training.arms import arm_of, separation_options, styles
-from uhop_jax.training.run import Data, Goal, best_epoch, best_state
-from uhop_jax.training.steps import (
-    SEPARATIONS,
-    Batch,
-    Split,
-    Task,
-    Trainer,
-    TrainState,
-)
+from uhop_jax.models import TuneAndPlay, baselines
+from uhop_jax.training import forecast_report
+from uhop_jax.training.application import Application, Rows
+from uhop_jax.training.arms import arm_of
+from uhop_jax.training.cells import ForecastCell, directory_name
+from uhop_jax.training.examples import Data
+from uhop_jax.training.forecast_model import forecast_model
+from uhop_jax.training.judging import Goal, best_epoch
+from uhop_jax.training.run import best_state
+from uhop_jax.training.steps import Trainer
+from uhop_jax.training.task import SEPARATIONS, Batch, Split, Task, TrainState
 from uhop_jax.workdir import fingerprint, read_table, write_table
 
 LOSSES = ("mae", "mse")
@@ -54,41 +47,6 @@ SCHEDULES = {
 # External memories of a trained model. `plug` needs no training; `tune` trains the
 # layers of the memory, beside the frozen model.
 MEMORIES = ("plug", "tune")
-TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
-# Columns for the errors of the best checkpoint.
-ERRORS = {"validation_loss": float, "test_mse": float, "test_mae": float}
-
-
-class Cell(NamedTuple):
-    """One model of a study.
-
-    Attributes:
-      data: name or path of the series.
-      horizon: steps of the forecast.
-      window: steps of the input.
-      arm: name in `ARMS`.
-      seed: of start values, order and dropout.
-      memory: "", or the external memory that a trained model has, of `MEMORIES`.
-      bank: windows in the memory.
-    """
-
-    data: str
-    horizon: int
-    window: int
-    arm: str
-    seed: int
-    memory: str = ""
-    bank: int = 0
-
-    @property
-    def label(self) -> str:
-        """The arm, with its memory."""
-        return f"{self.arm}, {self.memory} memory" if self.memory else self.arm
-
-    @property
-    def title(self) -> str:
-        name = f"{Path(self.data).name}, horizon {self.horizon}, window {self.window}"
-        return f"{name}, {self.label}, seed {self.seed}"
 
 
 class Forecasting(Application):
@@ -126,7 +84,7 @@ class Forecasting(Application):
 
     @property
     def title(self) -> str:
-        names = ", ".join(forecasts.labels(self._names()).values())
+        names = ", ".join(forecast_report.labels(self._names()).values())
         windows = ", ".join(map(str, self.config.window))
         return f"{names}, window {windows}"
 
@@ -135,7 +93,7 @@ class Forecasting(Application):
         names = [name.strip() for name in self.config.data.name.split(",")]
         return [name for name in names if name]
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[ForecastCell]:
         """Each model, and after it the same model with an external memory."""
         config, cells = self.config, []
         if not self._names():
@@ -148,7 +106,7 @@ class Forecasting(Application):
         for place, seed, arm in itertools.product(
             self._places(), config.seeds, config.arms
         ):
-            cell = Cell(*place, arm, int(seed))
+            cell = ForecastCell(*place, arm, int(seed))
             cells.append(cell)
             if config.external_memory:
                 memory = {"memory": config.external_memory, "bank": config.bank}
@@ -172,14 +130,14 @@ class Forecasting(Application):
             self.trainer(first._replace(arm=arm))
 
     def run_of(self, cell: Any) -> Any:
-        return _backbone(cell) if cell.memory == "plug" else cell
+        return cell.backbone if cell.memory == "plug" else cell
 
     def directory(self, cell: Any) -> Path:
         """Directory of the model; a tuned memory is a run within it."""
         several = len([one for one in self.cells() if not one.memory]) > 1
         place = self.workdir
         if several:
-            place = place / directory_name(_backbone(cell))
+            place = place / directory_name(cell.backbone)
         return place / "tuned_memory" if cell.memory == "tune" else place
 
     def read(self, cell: Any) -> dict[str, Any]:
@@ -240,7 +198,7 @@ class Forecasting(Application):
             del key
             return batch
 
-        build = model_of(self.config, cell, len(series.names))
+        build = forecast_model(self.config, cell, len(series.names))
         if cell.memory == "tune":
             build = self._tuned(cell)
         train, validation, test = _splits_of(splits)
@@ -249,7 +207,7 @@ class Forecasting(Application):
         validation = validation._replace(by_batch=released)
         return Task(build, score, inputs, unchanged, train, test, validation)
 
-    def _bank(self, cell: Cell) -> tuple[np.ndarray, np.ndarray]:
+    def _bank(self, cell: ForecastCell) -> tuple[np.ndarray, np.ndarray]:
         """Windows of the training split, evenly spaced in time, and their futures.
 
         While a memory is tuned, training windows next to a stored window find some of
@@ -261,16 +219,16 @@ class Forecasting(Application):
         whole = train.rows[first[:, None] + np.arange(train.in_len + train.out_len)]
         return whole[:, : train.in_len], whole[:, train.in_len :]
 
-    def _plugged(self, cell: Cell) -> dict[str, Array]:
+    def _plugged(self, cell: ForecastCell) -> dict[str, Array]:
         """Further arguments of the model: the windows of a plugged memory, or none."""
         if cell.memory != "plug":
             return {}
         return {"bank": jnp.asarray(self._bank(cell)[0])}
 
-    def _tuned(self, cell: Cell) -> Callable[[nnx.Rngs], nnx.Module]:
+    def _tuned(self, cell: ForecastCell) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that adds a memory to the best checkpoint of a trained model."""
-        trainer = self.trainer(_backbone(cell))
-        _, state = best_state(trainer, self.goal(), self.directory(_backbone(cell)))
+        trainer = self.trainer(cell.backbone)
+        _, state = best_state(trainer, self.goal(), self.directory(cell.backbone))
         graphdef, trained = nnx.split(trainer.model(state))
         windows, futures = map(jnp.asarray, self._bank(cell))
         arm = arm_of(cell.arm)
@@ -304,7 +262,7 @@ class Forecasting(Application):
             judged = baselines.evaluate(cheap, splits.validation)
             tested = baselines.evaluate(cheap, splits.test)
             for validation, test in zip(judged, tested, strict=True):
-                row = self._record(Cell(*place, test["method"], 0))
+                row = forecast_report.record(ForecastCell(*place, test["method"], 0))
                 row |= {"seed": "", "test_mse": test["mse"], "test_mae": test["mae"]}
                 rows.append(row | {"validation_loss": validation[kind]})
         return rows
@@ -315,25 +273,14 @@ class Forecasting(Application):
         epochs = [row for row in history if row["phase"] == "task"]
         best = best_epoch(epochs, "validation_loss", True)
         tested = self._tested(cell, trainer, epochs[best - 1], directory)
-        row = self._record(cell) | {
+        row = forecast_report.record(cell) | {
             "parameters": trainer.parameters,
             "epochs": len(epochs),
             "best_epoch": best,
         }
-        row |= {name: tested[name] for name in ERRORS}
+        row |= {name: tested[name] for name in forecast_report.ERRORS}
         row |= {name: epochs[-1][name] for name in SEPARATIONS}
         return [row]
-
-    def _record(self, cell: Cell) -> dict[str, Any]:
-        """The columns of a cell with the paper's numbers; results are empty."""
-        row: dict[str, Any] = cell._asdict() | {"arm": cell.label}
-        empty = ("parameters", "epochs", "best_epoch", *ERRORS, *SEPARATIONS)
-        row |= dict.fromkeys(empty, "")
-        stated = paper.FORECASTS.get((cell.data, cell.horizon))
-        pairs = {"GSH": "plain", "GSH + U-Hop": "uhop"}
-        known = stated is not None and cell.label in pairs
-        numbers = getattr(stated, pairs[cell.label]) if known else ("", "")
-        return row | dict(zip(("paper_mse", "paper_mae"), numbers, strict=True))
 
     def _tested(
         self, cell: Any, trainer: Trainer, best: dict[str, Any], directory: Path
@@ -342,7 +289,9 @@ class Forecasting(Application):
         path = _file(directory, cell, "test.csv")
         predictions = _file(directory, cell, "predictions.csv")
         picture = _file(directory, cell, "forecasts.png")
-        for row in read_table(path, {"step": int, "bank": int, **ERRORS}):
+        for row in read_table(
+            path, {"step": int, "bank": int, **forecast_report.ERRORS}
+        ):
             same = (row["step"], row["bank"]) == (best["step"], cell.bank)
             if same and predictions.exists() and picture.exists():
                 return row
@@ -354,51 +303,30 @@ class Forecasting(Application):
             metrics = judge.evaluate(state, "validation")
             row["validation_loss"] = float(metrics["loss"][0])
         metrics = judge.evaluate(state, "test")
-        row |= {f"test_{n}": float(metrics[n][0]) for n in forecasts.METRICS}
+        row |= {f"test_{n}": float(metrics[n][0]) for n in forecast_report.METRICS}
         series, splits = self._loaded(*cell[:3])
-        places = np.linspace(0, splits.test.size - 1, forecasts.COLUMNS).astype(int)
+        places = np.linspace(0, splits.test.size - 1, forecast_report.COLUMNS).astype(
+            int
+        )
         rows = splits.test.rows
         windows = [rows[i : i + cell.window] for i in places]
         windows.append(splits.scaler.scaled(series.values[-cell.window :]))
         *shown, ahead = self._forecasts(cell, trainer, state, windows)
-        forecasts.export(predictions, series, ahead)
+        forecast_report.export(predictions, series, ahead)
         starts = (splits.test.start + places + cell.window).tolist()
-        forecasts.draw(picture, cell.title, series, starts, shown, cell.window)
+        forecast_report.draw(picture, cell.title, series, starts, shown, cell.window)
         if jax.process_index() == 0:
             write_table(path, [row])
         return row
 
     def report(self, rows: Rows) -> str:
-        return forecasts.table(rows)
+        return forecast_report.table(rows)
 
     def figures(
         self, histories: Mapping[Any, Rows], rows: Rows
     ) -> Mapping[str, Sequence[plotting.Panel]]:
         """Errors against window or horizon if there are several, else curves."""
-        config, parts = self.config, []
-        for name, title in forecasts.labels(self._names()).items():
-            chosen = [row for row in rows if row["data"] == name]
-            if len(config.window) > 1:
-                for horizon in config.horizon:
-                    lot = [row for row in chosen if row["horizon"] == horizon]
-                    parts += forecasts.errors(
-                        f"{title}, horizon {horizon}", lot, "window"
-                    )
-                continue
-            if len(config.horizon) > 1:
-                parts += forecasts.errors(title, chosen, "horizon")
-                continue
-            for part in ("train", "validation"):
-                long = [
-                    dict(row, arm=cell.label)
-                    for cell, history in histories.items()
-                    if cell.data == name and cell.memory != "plug"
-                    for row in history
-                    if row["phase"] == "task"
-                ]
-                curves = records.curves(long, "epoch", f"{part}_loss", "arm")
-                about = (title, curves, "epoch", f"{part} {config.train.loss.upper()}")
-                parts.append(plotting.Panel(*about, styles=styles(curves)))
+        parts = forecast_report.panels(self.config, self._names(), histories, rows)
         return {"figure.png": parts}
 
     def predict(
@@ -422,16 +350,16 @@ class Forecasting(Application):
                 f"predict: the model has learned steps of {series.steps}, the rows of "
                 f"{self.config.predict} have steps of {given.steps}"
             )
-        given = given._replace(step=series.step, calendar=series.calendar)
+        given = given._replace(step=series.step)
         windows = [splits.scaler.scaled(given.values[-cell.window :])]
         (ahead,) = self._forecasts(cell, trainer, state, windows)
         path = _file(directory, cell, "predictions.csv")
-        forecasts.export(path, given, ahead)
+        forecast_report.export(path, given, ahead)
         return f"{len(ahead)} rows after {date_text(given.dates[-1])} written to {path}"
 
     def _forecasts(
         self,
-        cell: Cell,
+        cell: ForecastCell,
         trainer: Trainer,
         state: TrainState,
         windows: Sequence[np.ndarray],
@@ -443,50 +371,7 @@ class Forecasting(Application):
         return list(scaler.unscaled(np.asarray(outputs)))
 
 
-def model_of(
-    config: ConfigDict, cell: Cell, series: int
-) -> Callable[[nnx.Rngs], nnx.Module]:
-    """A function that builds the model of a cell.
-
-    Raises:
-      ValueError: if a value is out of range.
-    """
-    arm, options = arm_of(cell.arm), dict(config.model)
-    start = options.pop("kernel_start")
-    separation = separation_options(arm, options.pop("alpha"))["separation"]
-    options["separation"] = None if arm.separation == "learned" else separation
-    options["scales"] = options["scales"] or 1 + (cell.horizon >= TWO_SCALES_FROM)
-    options["dtype"] = jnp.dtype(options["dtype"])
-    size = options.pop("size")
-
-    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
-        def features() -> nnx.Module:
-            return LinearFeatures(
-                size, start=arm.start or start, dtype=options["dtype"], rngs=rngs
-            )
-
-        return STanHop(
-            series,
-            cell.window,
-            cell.horizon,
-            size=size,
-            kernel=features if kernel else False,
-            rngs=rngs,
-            **options,
-        )
-
-    heads = options["num_heads"]
-    return with_matched_size(
-        with_size, size, heads, matched=arm.matched, kernel=arm.kernel
-    )
-
-
-def _backbone(cell: Cell) -> Cell:
-    """The cell without an external memory."""
-    return cell._replace(memory="", bank=0)
-
-
-def _file(directory: Path, cell: Cell, name: str) -> Path:
+def _file(directory: Path, cell: ForecastCell, name: str) -> Path:
     """Path of a file of a cell; a plugged memory shares the backbone's directory."""
     return directory / (f"plug_{name}" if cell.memory == "plug" else name)
 

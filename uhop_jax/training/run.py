@@ -1,6 +1,5 @@
 """A run: from its seed, or from its latest checkpoint, to its files."""
 
-import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +10,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from uhop_jax import plotting, records
 from uhop_jax._checks import check_count
 from uhop_jax.progress import Progress
 from uhop_jax.training.checkpoints import Checkpoints
-from uhop_jax.training.steps import SEPARATIONS, Split, Trainer, TrainState
-from uhop_jax.workdir import AGAIN, read_table, write_file, write_table
-
-CHUNK_SECONDS = 1.0  # of steps between two looks at the clock
-STREAM_BYTES = 256e6  # of examples that are streamed at once
+from uhop_jax.training.display import Board, draw_curves
+from uhop_jax.training.examples import Data, Phase
+from uhop_jax.training.judging import (
+    Goal,
+    columns,
+    judged_step,
+    means,
+    patience_is_over,
+)
+from uhop_jax.training.steps import Trainer
+from uhop_jax.training.task import SEPARATIONS, TrainState
+from uhop_jax.workdir import AGAIN, read_table, write_table
 
 
 class Options(NamedTuple):
@@ -36,34 +41,6 @@ class Options(NamedTuple):
     checkpoint_seconds: float = 60.0
     progress: bool = True
     title: str = ""
-
-
-class Goal(NamedTuple):
-    """The end of a run, and the metric of its best epoch.
-
-    Attributes:
-      epochs: at most.
-      metric: such as `accuracy`, of the validation split; without such a split, of the
-        test split (then the metric decides on patience only, see `judged_epoch`).
-      least: whether the least value is best.
-      patience: epochs without improvement after which the run ends; None for no limit.
-      test_train: whether each epoch also judges the train split, without dropout.
-    """
-
-    epochs: int
-    metric: str
-    least: bool = False
-    patience: int | None = None
-    test_train: bool = False
-
-
-def columns(trainer: Trainer, goal: Goal) -> dict[str, type]:
-    """Columns of `metrics.csv`, with their types."""
-    types: dict[str, type] = {"phase": str, "epoch": int, "step": int, "seed": int}
-    parts = ["train", trainer.task.judge, *(["fit"] if goal.test_train else [])]
-    for part in parts:
-        types |= {f"{part}_{name}": float for name in trainer.metrics}
-    return types | dict.fromkeys(SEPARATIONS, float)
 
 
 def train(
@@ -94,7 +71,7 @@ def train(
     with closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
         rows = _train(trainer, goal, workdir, checkpoints, options)
     if jax.process_index() == 0:
-        _curves(workdir / "curves.png", options.title, rows, trainer, goal)
+        draw_curves(workdir / "curves.png", options.title, rows, trainer, goal)
     return rows
 
 
@@ -130,7 +107,7 @@ def _train(
     try:
         with _signals() as stopped:
             for phase, epoch, offset, begun in _epochs(phases, step):
-                if _patience_is_over(rows, metric, goal):
+                if patience_is_over(rows, metric, goal):
                     break
                 for done, new_state in data.run(state, phase, epoch, offset):
                     state, step = new_state, begun + done
@@ -151,7 +128,7 @@ def _train(
                 checkpoints.save(step, state, judged_step(trainer, goal, rows))
                 saved = time.monotonic()
                 if phase.name == "task":
-                    value = _means(new)[metric]
+                    value = means(new)[metric]
                     progress.note(f"epoch {epoch + 1}, {metric} {value:.4g}")
                 if stopped:
                     raise KeyboardInterrupt
@@ -183,156 +160,6 @@ def best_state(trainer: Trainer, goal: Goal, workdir: Path) -> tuple[int, TrainS
         if step is None:
             raise ValueError(f"no epoch in {workdir} is finished; train first")
         return step, checkpoints.restore(step, like)
-
-
-def judged_epoch(
-    trainer: Trainer, goal: Goal, rows: Sequence[Mapping[str, Any]]
-) -> int:
-    """Number of the epoch whose checkpoint a run is judged by, from 1; 0 if none is.
-
-    The epoch is the best by the validation split. Without such a split it is the last,
-    since the test split must not choose.
-    """
-    if trainer.task.validation is None:
-        return max((r["epoch"] for r in rows if r["phase"] == "task"), default=0)
-    return best_epoch(rows, f"{trainer.task.judge}_{goal.metric}", goal.least)
-
-
-def judged_step(
-    trainer: Trainer, goal: Goal, rows: Sequence[Mapping[str, Any]]
-) -> int | None:
-    """The step at the end of `judged_epoch`; None if no epoch is finished."""
-    key = ("task", judged_epoch(trainer, goal, rows))
-    return next((r["step"] for r in rows if (r["phase"], r["epoch"]) == key), None)
-
-
-class Phase(NamedTuple):
-    """A part of a run: `stage_one` alone, or the `task`."""
-
-    name: str
-    epochs: int
-    steps: int  # of an epoch
-
-
-class Data:
-    """The examples of a run, on the device or streamed to it.
-
-    Args:
-      trainer: trainer of the task that has the examples.
-      on_device: whether examples stay on the device once they are used.
-    """
-
-    def __init__(self, trainer: Trainer, *, on_device: bool = True):
-        self.trainer, self.on_device = trainer, on_device
-        self._placed: dict[int, Any] = {}
-        self._steps = 1
-
-    def run(
-        self, state: TrainState, phase: Phase, epoch: int, first: int
-    ) -> Iterator[tuple[int, TrainState]]:
-        """Runs an epoch from step `first` on; yields step and state by chunks."""
-        trainer, split = self.trainer, self.trainer.task.train
-        if phase.name == "task":
-            order = trainer.order(epoch)
-        else:
-            order = {"stage": trainer.stage_order(epoch)}
-        resident = self._resident(split)
-        if not resident:
-            order = jax.tree.map(np.asarray, order)
-            self._steps = self._streamed_steps(split, order)
-            chunk = self._gathered(split, order, first)
-        while first < phase.steps:
-            began = time.monotonic()
-            count = min(self._steps, phase.steps - first)
-            arrays, rows, at = (self._arrays(split), order, first)
-            if not resident:
-                (arrays, rows), at = chunk, 0
-            if phase.name == "task":
-                number = epoch * phase.steps + first - at
-                state = trainer.advance(state, arrays, rows, at, at + count, number)
-            else:
-                state = trainer.separate(state, arrays, rows["stage"], at, at + count)
-            first += count
-            if not resident and first < phase.steps:  # while the device works
-                chunk = self._gathered(split, order, first)
-            jax.block_until_ready(state.sums)
-            if resident and time.monotonic() - began < CHUNK_SECONDS / 2:
-                self._steps *= 2
-            yield first, state
-
-    def evaluate(self, state: TrainState, part: str) -> dict[str, np.ndarray]:
-        """Mean of each metric over the split named `part`, `(seeds,)` each."""
-        split: Split = getattr(self.trainer.task, part)
-        names, batch = self.trainer.metrics, self.trainer.batch_size
-        drawn = split.drawn_from is not None
-        if drawn and not self._resident(split):
-            raise ValueError(
-                "train.test_train judges examples that each seed draws, which are not "
-                "streamed: data.on_device must be True, got False"
-            )
-        count, last = split.size, 1.0
-        if split.by_batch and split.size % batch:
-            last = batch / (split.size % batch)
-            count = -(-split.size // batch) * batch
-        sums = {name: np.zeros(len(self.trainer.keys)) for name in names}
-        for arrays, number in self._blocks(split):
-            totals = self.trainer.evaluate(
-                state, arrays, number, split.take, last, drawn=drawn
-            )
-            for name in names:
-                sums[name] += np.asarray(totals[name], np.float64)
-        return {name: total / count for name, total in sums.items()}
-
-    def _resident(self, split: Split) -> bool:
-        """Whether the arrays of a split stay on the device."""
-        return self.on_device or not split.by_row
-
-    def _arrays(self, split: Split) -> Any:
-        """The arrays of a split on the device, placed once."""
-        if id(split) not in self._placed:
-            self._placed[id(split)] = self.trainer.place(dict(split.arrays))
-        return self._placed[id(split)]
-
-    def _blocks(self, split: Split) -> Iterator[tuple[Any, int]]:
-        """Arrays of a split, whole or in parts, and the number of their examples."""
-        if self._resident(split):
-            yield self._arrays(split), split.size
-            return
-        batch = self.trainer.batch_size
-        size = max(int(STREAM_BYTES / _row_bytes(split)) // batch, 1) * batch
-        for first in range(0, split.size, size):
-            index = np.minimum(np.arange(first, first + size), split.size - 1)
-            arrays = {name: x[index] for name, x in split.arrays.items()}
-            yield self.trainer.place(arrays), min(size, split.size - first)
-
-    def _streamed_steps(self, split: Split, order: dict[str, np.ndarray]) -> int:
-        """Number of steps whose examples fit into `STREAM_BYTES`."""
-        examples = sum(x.shape[0] * x.shape[2] for x in order.values())
-        return max(int(STREAM_BYTES / (_row_bytes(split) * examples)), 1)
-
-    def _gathered(
-        self, split: Split, order: dict[str, np.ndarray], first: int
-    ) -> tuple[Any, dict[str, np.ndarray]]:
-        """The examples of the next steps, and the order as rows among them."""
-        rows, parts, begun = {}, [], 0
-        for name, index in order.items():
-            part = index[:, first : first + self._steps]
-            missing = self._steps - part.shape[1]  # all chunks share one program
-            part = np.pad(part, ((0, 0), (0, missing), (0, 0)))
-            parts.append(part.ravel())
-            rows[name] = np.arange(begun, begun + part.size, dtype=np.int32).reshape(
-                part.shape
-            )
-            begun += part.size
-        index = np.concatenate(parts)
-        arrays = {name: x[index] for name, x in split.arrays.items()}
-        return self.trainer.place(arrays), rows
-
-
-def _row_bytes(split: Split) -> float:
-    """Bytes of one example."""
-    examples = split.drawn_from or split.size
-    return max(sum(x.nbytes for x in split.arrays.values()) / examples, 1.0)
 
 
 def _phases(trainer: Trainer, goal: Goal) -> list[Phase]:
@@ -419,40 +246,6 @@ def _records(
     return rows
 
 
-def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean over seeds of each metric."""
-    parts = ("train_", "validation_", "test_", "fit_")
-    names = [name for name in rows[0] if name.startswith(parts)]
-    return {name: float(np.mean([row[name] for row in rows])) for name in names}
-
-
-def best_epoch(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> int:
-    """Number of the best epoch of the task, from 1, by the mean over seeds.
-
-    Of equal epochs the first is best. A value that is not finite is best only if no
-    value is finite. Without an epoch the number is 0.
-    """
-    scores = _scores(rows, metric, least)
-    return 1 + int(scores.argmax()) if len(scores) else 0
-
-
-def _scores(rows: Sequence[Mapping[str, Any]], metric: str, least: bool) -> np.ndarray:
-    """The metric of each epoch of the task, with the sign by which more is better."""
-    epochs = records.grouped([r for r in rows if r["phase"] == "task"], ("epoch",))
-    values = np.array([_means(group)[metric] for group in epochs.values()])
-    return np.where(np.isfinite(values), -values if least else values, -np.inf)
-
-
-def _patience_is_over(
-    rows: Sequence[Mapping[str, Any]], metric: str, goal: Goal
-) -> bool:
-    """Whether the last `goal.patience` epochs have brought no improvement."""
-    if goal.patience is None:
-        return False
-    scores = _scores(rows, metric, goal.least)
-    return len(scores) > 0 and len(scores) - 1 - int(scores.argmax()) >= goal.patience
-
-
 def _check_finite(
     state: TrainState, phase: Phase, epoch: int, checkpoints: Checkpoints
 ) -> None:
@@ -489,74 +282,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for one, handler in handlers.items():
             signal.signal(one, handler)
-
-
-class Board:
-    """TensorBoard events of a run; the first makes the directory.
-
-    Events are written at once and by no thread, so that errors reach the run.
-    """
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self._writer: Any = None
-
-    def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the numbers of an epoch."""
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
-
-        if self._writer is None:
-            self.directory.mkdir(exist_ok=True)
-            self._writer = EventsWriter(str(self.directory / "events"))
-        for row in rows:
-            for name, value in row.items():
-                if isinstance(value, float) and math.isfinite(value):
-                    summary = scalar(f"{name}/seed {row['seed']}", value)
-                    now = time.time()
-                    event = Event(wall_time=now, step=row["step"], summary=summary)
-                    self._writer.write_event(event)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Ends the file."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _curves(
-    path: Path,
-    title: str,
-    rows: Sequence[Mapping[str, Any]],
-    trainer: Trainer,
-    goal: Goal,
-) -> None:
-    """Metrics against epochs, as in the paper's figures of convergence."""
-    names = {
-        "train": "while training",
-        "validation": "validation",
-        "test": "test",
-        "fit": "train, no dropout",
-    }
-    parts: list[plotting.Panel] = []
-    task = [row for row in rows if row["phase"] == "task"]
-    for metric in reversed(trainer.metrics):
-        long = [
-            {"epoch": row["epoch"], "value": row[f"{part}_{metric}"], "part": name}
-            for part, name in names.items()
-            if f"{part}_{metric}" in columns(trainer, goal)
-            for row in task
-        ]
-        curves = records.curves(long, "epoch", "value", "part")
-        if all(curves != panel.series for panel in parts):  # the loss may be a metric
-            parts.append(plotting.Panel(metric, curves, "epoch", metric))
-    for phase, group in records.grouped(rows, ("phase",)).items():
-        long = [dict(row, part="separation") for row in group]
-        curves = records.curves(long, "epoch", "separation", "part")
-        if curves:
-            name = "separation loss" + (", Stage I" if phase[0] != "task" else "")
-            parts.append(plotting.Panel(name, curves, "epoch", "separation loss"))
-    seeds = len({row["seed"] for row in rows})
-    spread = f", {seeds} seeds (mean ± standard deviation)" * (seeds > 1)
-    write_file(path, lambda file: plotting.panels(file, parts, title=title + spread))

@@ -6,154 +6,50 @@ state, so that a run continued from any step is the run that was never interrupt
 """
 
 import functools
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from uhop_jax._checks import check_choice, check_count, check_positive
-from uhop_jax.layers import KernelParam, separation_losses
-from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
+from uhop_jax._checks import check_count
+from uhop_jax.layers import KernelParam
+from uhop_jax.training.separating import separation_step
+from uhop_jax.training.task import (
+    SEPARATIONS,
+    Batch,
+    StageOneOptions,
+    Take,
+    Task,
+    TrainState,
+    check_memory,
+    number_of_parameters,
+)
 
-SCHEDULES = ("none", "bilevel", "warmup", "reference")
-# Sums over Stage I steps of means over layers: the separation loss, and its gap to the
-# lower bound.
-SEPARATIONS = ("separation", "separation_gap")
 # Streams of random numbers of a seed.
 INIT, ORDER, STAGE_ONE, TASK, DRAW = range(5)
 
-Batch = Mapping[str, Array]
-Take = Callable[[Mapping[str, Array], Array], Batch]
 
+def jitted(**options: Any) -> Callable[[Callable], Any]:
+    """Makes `jax.jit` of a method an attribute of each object.
 
-class Split(NamedTuple):
-    """Examples of one part of a data set.
-
-    Attributes:
-      arrays: by name; one row for each example, or data from which `take` makes one.
-      size: number of examples.
-      take: `take(arrays, index)` gives the batch of some examples.
-      by_row: whether each array has one row for each example, so that a part of the
-        rows can be streamed.
-      drawn_from: number of examples from which each seed draws `size` at random, once;
-        None where all seeds see the same.
-      by_batch: whether metrics are means over batches, not over examples; a last batch
-        that is not full then counts as much as a full batch.
+    A program goes with its object: as a static argument, the object, with all data that
+    it holds, would stay in a cache of JAX for as long as the process runs.
     """
 
-    arrays: Mapping[str, np.ndarray]
-    size: int
-    take: Take
-    by_row: bool = True
-    drawn_from: int | None = None
-    by_batch: bool = False
+    def attribute(method: Callable) -> Any:
+        @functools.wraps(method)
+        def compiled(self: Any) -> Callable:
+            return jax.jit(functools.partial(method, self), **options)
 
+        return functools.cached_property(compiled)
 
-class Task(NamedTuple):
-    """Model, loss and examples.
-
-    Attributes:
-      build: `build(rngs)` makes the model.
-      score: `score(model, batch, key)` gives metrics by name, one for each example;
-        `loss` is minimised. Without a key nothing is random.
-      inputs: `inputs(batch)` gives the arguments of the model, for separation losses.
-      augment: `augment(batch, key)` changes a batch before training on it.
-      train: examples to learn from.
-      test: examples to be judged by.
-      validation: examples by which the best checkpoint is chosen; without them the test
-        split judges the epochs, and the last is chosen.
-    """
-
-    build: Callable[[nnx.Rngs], nnx.Module]
-    score: Callable[[Any, Batch, Array | None], dict[str, Array]]
-    inputs: Callable[[Batch], tuple]
-    augment: Callable[[Batch, Array], Batch]
-    train: Split
-    test: Split
-    validation: Split | None = None
-
-    @property
-    def judge(self) -> str:
-        """The split that judges an epoch: `validation` if there is one, or `test`."""
-        return "test" if self.validation is None else "validation"
-
-
-class StageOne(NamedTuple):
-    """Settings of Stage I, which learns kernels beside the task.
-
-    Attributes:
-      schedule: `none`; `bilevel`, `steps` Stage I steps before each step of the task
-        [algo:bi-level]; `warmup`, `epochs` of Stage I before the task; or `reference`,
-        as the authors' code: like `warmup`, but over all parameters, not only kernels.
-      steps: `N_i`.
-      epochs: of the schedules `warmup` and `reference`.
-      batch_size: `B_1`, memory sets in a step.
-      learning_rate: of SGD.
-      loss: the separation loss.
-      by_task: whether the task moves the kernels too.
-    """
-
-    schedule: str = "none"
-    steps: int = 1
-    epochs: int = 1
-    batch_size: int = 128
-    learning_rate: float = 0.1
-    loss: SeparationLoss = AverageLoss()
-    by_task: bool = False
-
-    def check(self) -> None:
-        """Raises `ValueError` if a value is out of range."""
-        check_choice("stage_one.schedule", self.schedule, SCHEDULES)
-        check_loss(self.loss)
-        check_count("stage_one.steps", self.steps, 1)
-        check_count("stage_one.epochs", self.epochs, 1)
-        check_count("stage_one.batch_size", self.batch_size, 1)
-        check_positive("stage_one.learning_rate", self.learning_rate)
-        check_positive("stage_one.t", self.loss.t)
-
-
-class TrainState(NamedTuple):
-    """All that a run carries from step to step, with a leading axis of seeds.
-
-    Attributes:
-      kernels: parameters that Stage I moves.
-      rest: all further parameters.
-      optimizer: state of the task's optimizer.
-      sums: metrics of the epoch so far, added up over examples.
-    """
-
-    kernels: Any
-    rest: Any
-    optimizer: Any
-    sums: dict[str, Array]
-
-
-def number_of_parameters(model: nnx.Module) -> int:
-    """Number of scalars that a model learns."""
-    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
-def _check_memory(parameters: int, seeds: int, device: Any) -> None:
-    """Refuses a state that memory cannot hold: parameters and moments in float32."""
-    needed = 3 * 4 * parameters * seeds
-    available = (device.memory_stats() or {}).get("bytes_limit")
-    if available is None and hasattr(os, "sysconf"):  # a CPU, not under Windows
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if available is not None and needed > available:
-        raise ValueError(
-            f"there is not enough memory for sizes of this config: a model of "
-            f"{parameters:,} parameters takes {needed / 1e9:.0f} GB to train for "
-            f"{seeds} seeds, the device has {available / 1e9:.0f}; make model.size "
-            "smaller"
-        )
+    return attribute
 
 
 class Trainer:
@@ -178,7 +74,7 @@ class Trainer:
         self,
         task: Task,
         optimizer: optax.GradientTransformation,
-        stage_one: StageOne,
+        stage_one: StageOneOptions,
         *,
         batch_size: int,
         seeds: Sequence[int],
@@ -213,7 +109,7 @@ class Trainer:
         self.shapes = kernels, rest
         self.has_kernels = bool(jax.tree.leaves(kernels))
         self.parameters = number_of_parameters(model)
-        _check_memory(self.parameters, len(self.seeds), devices[0])
+        check_memory(self.parameters, len(self.seeds), devices[0])
         if stage_one.schedule != "none" and not self.has_kernels:
             raise ValueError(
                 f"stage_one.schedule {stage_one.schedule!r} needs a model with kernels"
@@ -273,7 +169,7 @@ class Trainer:
 
         return tuple(jax.eval_shape(score, *self.shapes, dict(self.task.train.arrays)))
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jitted()
     def order(self, epoch: Array) -> dict[str, Array]:
         """Indices of the examples of each step of an epoch, `(seeds, steps, size)`.
 
@@ -295,7 +191,7 @@ class Trainer:
 
         return jax.vmap(of_seed)(self.keys)
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jitted()
     def stage_order(self, epoch: Array) -> Array:
         """Indices of the examples of each step of Stage I, `(seeds, steps, size)`.
 
@@ -319,7 +215,7 @@ class Trainer:
         key = jax.random.fold_in(key, DRAW)
         return jax.random.permutation(key, split.drawn_from)[: split.size][index]
 
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    @jitted(donate_argnums=0)
     def advance(
         self,
         state: TrainState,
@@ -338,7 +234,7 @@ class Trainer:
 
         return lax.fori_loop(first, last, body, state)
 
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    @jitted(donate_argnums=0)
     def separate(
         self, state: TrainState, arrays: Any, order: Array, first: Array, last: Array
     ) -> TrainState:
@@ -353,7 +249,7 @@ class Trainer:
 
         return lax.fori_loop(first, last, body, state)
 
-    @functools.partial(jax.jit, static_argnums=(0, 4), static_argnames="drawn")
+    @jitted(static_argnums=3, static_argnames="drawn")
     def evaluate(
         self,
         state: TrainState,
@@ -393,7 +289,7 @@ class Trainer:
         parts = state.kernels, state.rest, self.keys
         return self._over_seeds(one, (0, 0, 0))(*parts)
 
-    @functools.partial(jax.jit, static_argnums=(0, 3))
+    @jitted(static_argnums=2)
     def outputs(
         self, state: TrainState, inputs: tuple, seed: int = 0, **options: Any
     ) -> Array:
@@ -486,30 +382,6 @@ class Trainer:
     def _separation_step(
         self, state: TrainState, arrays: Any, index: Array, through: bool
     ) -> TrainState:
-        """One SGD step on the separation losses of all layers [algo:bi-level]."""
-        batch = self._take(self.task.train.take, arrays, index)
-        inputs = self.task.inputs(batch)
-
-        def loss(learned: Any) -> tuple[Array, Array]:
-            kernels, rest = learned if through else (learned, state.rest)
-            model = nnx.merge(self.graphdef, kernels, rest)
-            losses = separation_losses(
-                model,
-                *inputs,
-                loss=self.stage_one.loss,
-                through=through,
-            )
-            return losses.loss.mean(), losses.gap.mean()
-
-        learned = (state.kernels, state.rest) if through else state.kernels
-        (value, gap), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
-        learned = jax.tree.map(
-            lambda w, g: w - jnp.asarray(self.stage_one.learning_rate, w.dtype) * g,
-            learned,
-            gradients,
-        )
-        kernels, rest = learned if through else (learned, state.rest)
-        sums = dict(state.sums)
-        for name, mean in zip(SEPARATIONS, (value, gap), strict=True):
-            sums[name] = sums[name] + mean
-        return state._replace(kernels=kernels, rest=rest, sums=sums)
+        """One step of Stage I on some examples."""
+        inputs = self.task.inputs(self._take(self.task.train.take, arrays, index))
+        return separation_step(self.graphdef, self.stage_one, state, inputs, through)

@@ -14,9 +14,11 @@ from uhop_jax import plotting, records
 from uhop_jax import workdir as workdirs
 from uhop_jax._files import user_path
 from uhop_jax.command_line import check_config, cost, start_distributed
-from uhop_jax.training.application import Application, Cell, Rows
+from uhop_jax.training.application import Application, Rows
+from uhop_jax.training.cells import AnyCell
+from uhop_jax.training.examples import Data
 from uhop_jax.training.forecasting import Forecasting
-from uhop_jax.training.run import Data, Options, best_state, train
+from uhop_jax.training.run import Options, best_state, train
 from uhop_jax.training.vision import Vision
 
 APPLICATIONS: dict[str, type[Application]] = {
@@ -66,7 +68,7 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
 
 
 def _train_cells(
-    study: Application, cells: Sequence[Cell], held: contextlib.ExitStack
+    study: Application, cells: Sequence[AnyCell], held: contextlib.ExitStack
 ) -> None:
     """Trains and judges every cell; holds the directories of all runs to the end."""
     config, workdir, rows = study.config, study.workdir, study.untrained()
@@ -103,7 +105,7 @@ def _train_cells(
         print(f"written to {workdir}: {', '.join(_files(workdir))}")
 
 
-def _judged(study: Application, cell: Cell) -> str:
+def _judged(study: Application, cell: AnyCell) -> str:
     """Applies the checkpoint of a run to `config.predict` or to the test split."""
     given, directory = study.config.predict, study.directory(cell)
     if given and not user_path(given).exists():
@@ -128,7 +130,7 @@ def _judged(study: Application, cell: Cell) -> str:
     return f"{cell.title}, step {step} ({chosen}), {number}: {text}"
 
 
-def _bound(study: Application, cell: Cell) -> tuple[ConfigDict, dict[str, Any]]:
+def _bound(study: Application, cell: AnyCell) -> tuple[ConfigDict, dict[str, Any]]:
     """Config and data that the directory of a cell is bound to."""
     run = study.run_of(cell)
     return _fixed(study, run), study.read(run)
@@ -139,7 +141,7 @@ def _options(config: ConfigDict) -> Options:
     return Options(config.data.get("on_device", True), config.train.checkpoint_seconds)
 
 
-def _fixed(study: Application, cell: Cell | None = None) -> ConfigDict:
+def _fixed(study: Application, cell: AnyCell | None = None) -> ConfigDict:
     """The part of a config that a directory is bound to."""
     copy = ConfigDict(study.config.to_dict())
     for name in study.free:

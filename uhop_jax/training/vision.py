@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,56 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
 from uhop_jax import data, plotting, records
-from uhop_jax._checks import check_choice, check_count, check_named
+from uhop_jax._checks import check_count, check_named
 from uhop_jax._files import shown_name, user_path
 from uhop_jax.data import Images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
-from uhop_jax.layers import LinearFeatures
-from uhop_jax.models import ViH, VisionHopfield
-from uhop_jax.training.application import (
-    Application,
-    Rows,
-    with_matched_size,
-)
-from uhop_jax.training.arms import arm_of, separation_options, styles
-from uhop_jax.training.run import Goal
-from uhop_jax.training.steps import (
-    SEPARATIONS,
-    Batch,
-    Split,
-    Task,
-    Trainer,
-    TrainState,
-)
+from uhop_jax.training.application import Application, Rows
+from uhop_jax.training.arms import styles
+from uhop_jax.training.cells import ImageCell
+from uhop_jax.training.image_model import image_model
+from uhop_jax.training.judging import Goal
+from uhop_jax.training.steps import Trainer
+from uhop_jax.training.task import SEPARATIONS, Batch, Split, Task, TrainState
 from uhop_jax.workdir import fingerprint, write_table
-
-MODELS = ("vih", "transformer")
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-class Cell(NamedTuple):
-    """One model of a study.
-
-    Attributes:
-      arm: name in `ARMS`.
-      size: training images; 0 is all.
-      patch: side of a patch in pixels.
-    """
-
-    arm: str
-    size: int
-    patch: int
-
-    @property
-    def title(self) -> str:
-        size = f", {self.size} images" if self.size else ""
-        return f"{self.arm}{size}, patch {self.patch}"
 
 
 class Vision(Application):
@@ -119,11 +86,11 @@ class Vision(Application):
     def curves_title(self, cell: Any) -> str:
         return f"{Path(self.config.data.name).name}, {cell.title}"
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[ImageCell]:
         config = self.config
         check_named(arms=config.arms, sizes=config.sizes, patches=config.patches)
         return [
-            Cell(arm, int(size), int(patch))
+            ImageCell(arm, int(size), int(patch))
             for size, patch, arm in itertools.product(
                 config.sizes, config.patches, config.arms
             )
@@ -242,6 +209,8 @@ class Vision(Application):
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
         """Writes `predictions.csv`: class and probability of each image."""
+        from scipy.special import softmax
+
         del cell
         path, train = user_path(self.config.predict), self.images["train"]
         [files] = picture_files([path]) if path.is_dir() else [[path]]
@@ -262,8 +231,7 @@ class Vision(Application):
             logits = np.asarray(
                 trainer.outputs(state, (standardised(part, statistics),)), np.float64
             )
-            odds = np.exp(logits - logits.max(-1, keepdims=True))
-            odds /= odds.sum(-1, keepdims=True)
+            odds = softmax(logits, axis=-1)
             for file, chances in zip(files[first:], odds, strict=False):
                 label = int(chances.argmax())
                 name = train.classes[label] if train.classes else str(label)
@@ -282,7 +250,7 @@ class Vision(Application):
         return "\n".join([f"written to {directory / 'predictions.csv'}", *lines])
 
 
-def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task:
+def task_of(config: ConfigDict, cell: ImageCell, train: Images, test: Images) -> Task:
     """The task of a cell on loaded images.
 
     Raises:
@@ -330,60 +298,8 @@ def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task
     seen = split_of(train)
     if cell.size:
         seen = seen._replace(size=cell.size, drawn_from=seen.size)
-    build = model_of(config, cell, shape, classes)
+    build = image_model(config, cell, shape, classes)
     return Task(build, score, inputs, changed, seen, split_of(test))
-
-
-def model_of(
-    config: ConfigDict, cell: Cell, image_shape: Any, classes: int
-) -> Callable[[nnx.Rngs], nnx.Module]:
-    """A function that builds the model of a cell.
-
-    Raises:
-      ValueError: if a value is out of range.
-    """
-    arm, options = arm_of(cell.arm), dict(config.model)
-    name = options.pop("name")
-    check_choice("model.name", name, MODELS)
-    check_choice("model.dtype", options["dtype"], DTYPES)
-    dtype = jnp.dtype(options.pop("dtype"))
-    options |= separation_options(arm, options.pop("alpha"))
-    options["beta"] = options["beta"] or None
-    start = options.pop("kernel_start")
-    options |= {"values": "direct" if arm.reference else "keys", "patch": cell.patch}
-    blocks = {key: options.pop(key) for key in ("depth", "mlp_size", "mlp_dropout")}
-    single = name == "vih"  # its states are no memories
-    kind = ViH if single else VisionHopfield
-    if not single:
-        options |= blocks | {"mlp_size": blocks["mlp_size"] or None}
-
-    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
-        def features() -> nnx.Module:
-            return LinearFeatures(
-                size,
-                start=arm.start or start,
-                use_bias=arm.reference,
-                dtype=dtype,
-                rngs=rngs,
-            )
-
-        return kind(
-            image_shape,
-            classes,
-            kernel=features if kernel else False,
-            separate_states=kernel and arm.reference and single,
-            dtype=dtype,
-            rngs=rngs,
-            **options | {"size": size},
-        )
-
-    return with_matched_size(
-        with_size,
-        options["size"],
-        options["num_heads"],
-        matched=arm.matched,
-        kernel=arm.kernel,
-    )
 
 
 def _rows(arrays: Mapping[str, Array], index: Array) -> Batch:

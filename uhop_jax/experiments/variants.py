@@ -11,12 +11,12 @@ from jaxtyping import Array
 
 from uhop_jax import records
 from uhop_jax.experiments import evaluation, figures
+from uhop_jax.experiments.cells import SCORED, Cell, Study, base_row
 from uhop_jax.experiments.evaluation import Entry
 from uhop_jax.experiments.methods import Method
-from uhop_jax.experiments.sweep import SCORED, Cell, Study, base_row
 from uhop_jax.losses import AverageLoss
 from uhop_jax.model import Model
-from uhop_jax.plotting import Panel, Series
+from uhop_jax.plotting import Curve, Panel
 from uhop_jax.separation import Entmax, Softmax
 from uhop_jax.similarity import Dot
 from uhop_jax.stage_one import Fitted, fit_sgd, gaussian_start, identity_start
@@ -198,7 +198,7 @@ def scatter_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
         up = [r for r in group if r["rate"] <= 0]
         down = [r for r in group if r["rate"] > 0]
         series = {
-            name: Series([r["loss"] for r in x], [r["error"] for r in x], [0] * len(x))
+            name: Curve([r["loss"] for r in x], [r["error"] for r in x], [0] * len(x))
             for name, x in (("descent", down), ("ascent (negative rate)", up))
             if x
         }

@@ -1,20 +1,40 @@
 """Table, figures and files of a study of forecasts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
-from uhop_jax import data, plotting, records
+from uhop_jax import data, paper, plotting, records
 from uhop_jax.data.dates import date_text
 from uhop_jax.training.application import Rows
 from uhop_jax.training.arms import styles
+from uhop_jax.training.cells import ForecastCell
+from uhop_jax.training.task import SEPARATIONS
 from uhop_jax.workdir import write_file, write_table
 
 METRICS = ("mse", "mae")
 COLUMNS = 3  # windows in a figure of forecasts
 SHOWN = 8  # most series in a figure of forecasts
+
+
+# Columns for the errors of the best checkpoint.
+ERRORS = {"validation_loss": float, "test_mse": float, "test_mae": float}
+
+
+def record(cell: ForecastCell) -> dict[str, Any]:
+    """The columns of a cell with the paper's numbers; results are empty."""
+    row: dict[str, Any] = cell._asdict() | {"arm": cell.label}
+    empty = ("parameters", "epochs", "best_epoch", *ERRORS, *SEPARATIONS)
+    row |= dict.fromkeys(empty, "")
+    stated = paper.FORECASTS.get((cell.data, cell.horizon))
+    pairs = {"GSH": "plain", "GSH + U-Hop": "uhop"}
+    known = stated is not None and cell.label in pairs
+    numbers = getattr(stated, pairs[cell.label]) if known else ("", "")
+    return row | dict(zip(("paper_mse", "paper_mae"), numbers, strict=True))
 
 
 def table(rows: Rows) -> str:
@@ -68,6 +88,38 @@ def errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
     return parts
 
 
+def panels(
+    config: ConfigDict,
+    names: Sequence[str],
+    histories: Mapping[ForecastCell, Rows],
+    rows: Rows,
+) -> list[plotting.Panel]:
+    """Errors against window or horizon if there are several, else curves."""
+    parts: list[plotting.Panel] = []
+    for name, title in labels(names).items():
+        chosen = [row for row in rows if row["data"] == name]
+        if len(config.window) > 1:
+            for horizon in config.horizon:
+                lot = [row for row in chosen if row["horizon"] == horizon]
+                parts += errors(f"{title}, horizon {horizon}", lot, "window")
+            continue
+        if len(config.horizon) > 1:
+            parts += errors(title, chosen, "horizon")
+            continue
+        for part in ("train", "validation"):
+            long = [
+                dict(row, arm=cell.label)
+                for cell, history in histories.items()
+                if cell.data == name and cell.memory != "plug"
+                for row in history
+                if row["phase"] == "task"
+            ]
+            curves = records.curves(long, "epoch", f"{part}_loss", "arm")
+            about = (title, curves, "epoch", f"{part} {config.train.loss.upper()}")
+            parts.append(plotting.Panel(*about, styles=styles(curves)))
+    return parts
+
+
 def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
     """Writes a forecast as a csv like the file of the series, with the next dates.
 
@@ -109,6 +161,8 @@ def draw(
     horizon = len(forecasts[0])
     before, last = min(window, 2 * horizon), len(series.names) - 1
     shown = [*range(min(last, SHOWN - 1)), last]
+    steps = series.steps  # `weekdays`, or `1 hour`
+    steps = f"steps of {steps}" if steps[0].isdecimal() else steps
     truth = [series.values[i - before : i + horizon, shown] for i in starts]
     if jax.process_index() == 0:
         write_file(
@@ -119,7 +173,7 @@ def draw(
                 np.stack(forecasts)[:, :, shown],
                 names=[series.names[i] for i in shown],
                 titles=[f"from {date_text(series.dates[i])}" for i in starts],
-                xlabel=series.steps if series.calendar else f"steps of {series.steps}",
+                xlabel=steps,
                 title=title,
             ),
         )

@@ -8,17 +8,17 @@ from conftest import assert_close
 from scipy.stats import norm
 
 from uhop_jax import Noise
-from uhop_jax.experiments.corruptions import (
+from uhop_jax.experiments.evaluation import Queries, posterior_weights
+from uhop_jax.experiments.kinds import (
     KINDS,
-    Block,
     Blur,
     Dropout,
     FoldedNoise,
+    HiddenSquare,
     KnownMasks,
     Shift,
     corruption_of,
 )
-from uhop_jax.experiments.evaluation import Queries, posterior_weights
 
 KEY = jax.random.key(0)
 SHAPE = (6, 5, 3)
@@ -101,7 +101,7 @@ def test_values_clamped_far_from_a_memory_have_a_finite_likelihood():
 
 
 def test_a_block_is_one_square_of_the_size_asked_for():
-    images = as_images(Block(0.3, SHAPE)(KEY, IMAGES))
+    images = as_images(HiddenSquare(0.3, SHAPE)(KEY, IMAGES))
     for image in images:
         gone = (image == 0).all(-1)
         rows, columns = np.flatnonzero(gone.any(1)), np.flatnonzero(gone.any(0))

@@ -98,7 +98,7 @@ def _folded(patterns: Array) -> Array:
     return jnp.clip(jnp.abs(patterns), 0, 1)
 
 
-class Block(Pytree):
+class HiddenSquare(Pytree):
     """Sets a square of each image to zero, at a random place.
 
     Attributes:
@@ -261,7 +261,7 @@ def corruption_of(
                 return FoldedNormNoise(level)
             return NormNoise(level, **limits)
         case "block":
-            return Block(level, size)
+            return HiddenSquare(level, size)
         case "blur":
             if level == 0:
                 raise ValueError("corruption.levels of a blur must be positive, got 0")

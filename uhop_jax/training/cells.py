@@ -1,0 +1,79 @@
+"""Cells of a study: one model each, a named tuple with an `arm` and a `title`.
+
+The fields of a cell identify it, and are columns of the results.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+AnyCell = Any  # of one kind of task
+
+
+class ImageCell(NamedTuple):
+    """One model of a study.
+
+    Attributes:
+      arm: name in `ARMS`.
+      size: training images; 0 is all.
+      patch: side of a patch in pixels.
+    """
+
+    arm: str
+    size: int
+    patch: int
+
+    @property
+    def title(self) -> str:
+        size = f", {self.size} images" if self.size else ""
+        return f"{self.arm}{size}, patch {self.patch}"
+
+
+class ForecastCell(NamedTuple):
+    """One model of a study.
+
+    Attributes:
+      data: name or path of the series.
+      horizon: steps of the forecast.
+      window: steps of the input.
+      arm: name in `ARMS`.
+      seed: of start values, order and dropout.
+      memory: "", or the external memory that a trained model has, of `MEMORIES`.
+      bank: windows in the memory.
+    """
+
+    data: str
+    horizon: int
+    window: int
+    arm: str
+    seed: int
+    memory: str = ""
+    bank: int = 0
+
+    @property
+    def label(self) -> str:
+        """The arm, with its memory."""
+        return f"{self.arm}, {self.memory} memory" if self.memory else self.arm
+
+    @property
+    def backbone(self) -> "ForecastCell":
+        """The cell without an external memory."""
+        return self._replace(memory="", bank=0)
+
+    @property
+    def title(self) -> str:
+        name = f"{Path(self.data).name}, horizon {self.horizon}, window {self.window}"
+        return f"{name}, {self.label}, seed {self.seed}"
+
+
+def directory_name(cell: AnyCell) -> str:
+    """A name for the directory of a cell, which no other cell has.
+
+    The name begins with the title, for people, and ends with a hash of the fields.
+    """
+    text = json.dumps(cell._asdict(), sort_keys=True)
+    mark = hashlib.sha256(text.encode()).hexdigest()[:8]
+    title = re.sub(r"[^a-z0-9]+", "_", cell.title.lower().replace("+", "with"))
+    return f"{title.strip('_')[:100]}_{mark}"

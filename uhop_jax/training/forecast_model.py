@@ -1,0 +1,53 @@
+"""Forecasters of the arms: functions that build them from a config."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from uhop_jax.layers import LinearFeatures
+from uhop_jax.models import STanHop
+from uhop_jax.training.application import with_matched_size
+from uhop_jax.training.arms import arm_of, separation_options
+from uhop_jax.training.cells import ForecastCell
+
+TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
+
+
+def forecast_model(
+    config: ConfigDict, cell: ForecastCell, series: int
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    """A function that builds the model of a cell.
+
+    Raises:
+      ValueError: if a value is out of range.
+    """
+    arm, options = arm_of(cell.arm), dict(config.model)
+    start = options.pop("kernel_start")
+    separation = separation_options(arm, options.pop("alpha"))["separation"]
+    options["separation"] = None if arm.separation == "learned" else separation
+    options["scales"] = options["scales"] or 1 + (cell.horizon >= TWO_SCALES_FROM)
+    options["dtype"] = jnp.dtype(options["dtype"])
+    size = options.pop("size")
+
+    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
+        def features() -> nnx.Module:
+            return LinearFeatures(
+                size, start=arm.start or start, dtype=options["dtype"], rngs=rngs
+            )
+
+        return STanHop(
+            series,
+            cell.window,
+            cell.horizon,
+            size=size,
+            kernel=features if kernel else False,
+            rngs=rngs,
+            **options,
+        )
+
+    heads = options["num_heads"]
+    return with_matched_size(
+        with_size, size, heads, matched=arm.matched, kernel=arm.kernel
+    )

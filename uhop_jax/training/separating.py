@@ -1,0 +1,53 @@
+"""A step of Stage I: the separation losses of all layers move kernels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from uhop_jax.layers import separation_losses
+from uhop_jax.training.task import SEPARATIONS, StageOneOptions, TrainState
+
+
+def separation_step(
+    graphdef: Any,
+    options: StageOneOptions,
+    state: TrainState,
+    inputs: tuple,
+    through: bool,
+) -> TrainState:
+    """One SGD step on the separation losses of all layers [algo:bi-level].
+
+    Args:
+      graphdef: of the model.
+      options: of Stage I.
+      state: of one seed.
+      inputs: arguments of the model.
+      through: whether all parameters move, not only kernels.
+    """
+
+    def loss(learned: Any) -> tuple[Array, Array]:
+        kernels, rest = learned if through else (learned, state.rest)
+        model = nnx.merge(graphdef, kernels, rest)
+        losses = separation_losses(
+            model,
+            *inputs,
+            loss=options.loss,
+            through=through,
+        )
+        return losses.loss.mean(), losses.gap.mean()
+
+    learned = (state.kernels, state.rest) if through else state.kernels
+    (value, gap), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
+    learned = jax.tree.map(
+        lambda w, g: w - jnp.asarray(options.learning_rate, w.dtype) * g,
+        learned,
+        gradients,
+    )
+    kernels, rest = learned if through else (learned, state.rest)
+    sums = dict(state.sums)
+    for name, mean in zip(SEPARATIONS, (value, gap), strict=True):
+        sums[name] = sums[name] + mean
+    return state._replace(kernels=kernels, rest=rest, sums=sums)
