@@ -14,6 +14,7 @@ results returned in half precision.
 import abc
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import jax
@@ -24,6 +25,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 from uhop_jax._checks import (
     as_boolean,
     as_floating,
+    as_numbers,
     broadcast_rows,
     check_at_least,
     check_choice,
@@ -158,6 +160,18 @@ class Separation(abc.ABC):
     def check(self) -> None:
         """Raises `ValueError` if a concrete parameter is out of range."""
         return
+
+    def specialised(self, learned: Collection[str] = ()) -> "Separation":
+        """An equal separation that may compile to less.
+
+        Args:
+          learned: names of the numbers that will change; all others stay as they are.
+
+        Returns:
+          By default the separation itself.
+        """
+        del learned
+        return self
 
     @abc.abstractmethod
     def _weights(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
@@ -379,6 +393,13 @@ class Entmax(Separation):
 
     def check(self):
         check_at_least("alpha", self.alpha, 1.0)
+
+    def specialised(self, learned=()):
+        """One way of taking powers, in place of three."""
+        power = Power.GENERAL
+        if "alpha" not in learned:
+            power = Power.of(as_numbers("alpha", self.alpha))
+        return dataclasses.replace(self, power=power)
 
     def margin(self):
         """`1 / (alpha - 1)`, infinite at `alpha = 1`."""

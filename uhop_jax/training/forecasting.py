@@ -32,7 +32,7 @@ from uhop_jax.training.application import (
     directory_name,
     with_matched_size,
 )
-from uhop_jax.training.arms import arm_of, separation_options, styles
+from uhop_jax.training.arms import arm_of, separation_of, styles
 from uhop_jax.training.run import Data, Goal, best_epoch, best_state
 from uhop_jax.training.steps import (
     SEPARATIONS,
@@ -453,7 +453,7 @@ def model_of(
     """
     arm, options = arm_of(cell.arm), dict(config.model)
     start = options.pop("kernel_start")
-    separation = separation_options(arm, options.pop("alpha"))["separation"]
+    separation = separation_of(arm, options.pop("alpha"))
     options["separation"] = None if arm.separation == "learned" else separation
     options["scales"] = options["scales"] or 1 + (cell.horizon >= TWO_SCALES_FROM)
     options["dtype"] = jnp.dtype(options["dtype"])

@@ -70,6 +70,8 @@ class Task(NamedTuple):
       test: examples to be judged by.
       validation: examples by which the best checkpoint is chosen; without them the test
         split judges the epochs, and the last is chosen.
+      separate_states: whether Stage I separates states from memories too, as
+        `separation_losses` with `states`.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -79,6 +81,7 @@ class Task(NamedTuple):
     train: Split
     test: Split
     validation: Split | None = None
+    separate_states: bool = False
 
     @property
     def judge(self) -> str:
@@ -499,6 +502,7 @@ class Trainer:
                 *inputs,
                 kind=self.stage_one.loss,
                 t=self.stage_one.t,
+                states=self.task.separate_states,
                 through=through,
             )
             return losses.loss.mean(), losses.gap.mean()

@@ -20,14 +20,14 @@ from uhop_jax._checks import check_choice, check_count, check_named
 from uhop_jax._files import shown_name, user_path
 from uhop_jax.data import Images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
-from uhop_jax.layers import LinearFeatures
+from uhop_jax.layers import Association, LearnedAlpha, LinearFeatures
 from uhop_jax.models import ViH, VisionHopfield
 from uhop_jax.training.application import (
     Application,
     Rows,
     with_matched_size,
 )
-from uhop_jax.training.arms import arm_of, separation_options, styles
+from uhop_jax.training.arms import arm_of, separation_of, styles
 from uhop_jax.training.run import Goal
 from uhop_jax.training.steps import (
     SEPARATIONS,
@@ -331,7 +331,10 @@ def task_of(config: ConfigDict, cell: Cell, train: Images, test: Images) -> Task
     if cell.size:
         seen = seen._replace(size=cell.size, drawn_from=seen.size)
     build = model_of(config, cell, shape, classes)
-    return Task(build, score, inputs, changed, seen, split_of(test))
+    # The state of a ViH, its class token, is not among its memories.
+    states = arm_of(cell.arm).reference and config.model.name == "vih"
+    test_split = split_of(test)
+    return Task(build, score, inputs, changed, seen, test_split, separate_states=states)
 
 
 def model_of(
@@ -347,15 +350,21 @@ def model_of(
     check_choice("model.name", name, MODELS)
     check_choice("model.dtype", options["dtype"], DTYPES)
     dtype = jnp.dtype(options.pop("dtype"))
-    options |= separation_options(arm, options.pop("alpha"))
-    options["beta"] = options["beta"] or None
+    separation = separation_of(arm, options.pop("alpha"))
+    retrieval = {key: options.pop(key) for key in ("beta", "steps", "dropout")}
+    retrieval["beta"] = retrieval["beta"] or None
     start = options.pop("kernel_start")
-    options |= {"values": "direct" if arm.reference else "keys", "patch": cell.patch}
+    options["patch"] = cell.patch
     blocks = {key: options.pop(key) for key in ("depth", "mlp_size", "mlp_dropout")}
-    single = name == "vih"  # its states are no memories
-    kind = ViH if single else VisionHopfield
-    if not single:
+    kind = ViH if name == "vih" else VisionHopfield
+    if kind is VisionHopfield:
         options |= blocks | {"mlp_size": blocks["mlp_size"] or None}
+
+    def association() -> Association:
+        learned = arm.separation == "learned"
+        return Association(
+            LearnedAlpha(separation) if learned else separation, **retrieval
+        )
 
     def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
         def features() -> nnx.Module:
@@ -370,8 +379,9 @@ def model_of(
         return kind(
             image_shape,
             classes,
+            association=association,
             kernel=features if kernel else False,
-            separate_states=kernel and arm.reference and single,
+            value_size=size if arm.reference else None,
             dtype=dtype,
             rngs=rngs,
             **options | {"size": size},
