@@ -264,8 +264,9 @@ class Association(nnx.Module):
                 "dropout of an association must be 0 in an attention of Flax, which "
                 f"has a dropout_rate, got {self.dropout}"
             )
-        random = not deterministic and dropout_rate > 0
-        if random and dropout_rng is None:
+        if deterministic or not dropout_rate:
+            dropout_rng = None
+        elif dropout_rng is None:
             raise ValueError("dropout needs a dropout_rng, or deterministic=True")
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         if min(x.ndim for x in (query, key, value)) < 3:
@@ -287,7 +288,7 @@ class Association(nnx.Module):
             where, invalid = attention_mask(mask, is_causal, (*batch, heads, L, S))
 
         def drop(weights: Array) -> Array:
-            if not random:
+            if dropout_rng is None:
                 return weights
             shape = weights.shape
             if broadcast_dropout:

@@ -76,7 +76,7 @@ class Layer(nnx.Module):
         self.norm_state = nnx.data(norms.get("state"))
         self.norm_memory = nnx.data(norms.get("memory"))
         self.norm_value = nnx.data(norms.get("value"))
-        self.kernel = nnx.data(None)
+        self.kernel: Any = nnx.data(None)
         if kernel is True:
             kernel = LinearFeatures(sizes.state, rngs=rngs, **dtypes)
         if kernel is not False:

@@ -58,16 +58,14 @@ class SeparationRecord(nnx.Variable):
     it at each call. `nnx.scan` and `nnx.vmap` stack the numbers of stacked layers.
     """
 
-    def extended(self, separated: SeparationFeatures) -> "SeparationRecord":
+    def extended(self, separated: SeparationFeatures) -> Any:
         """The record after one more call."""
         options = self.get_metadata()
         kind, t = options["kind"], options["t"]
         features, where = separated
-        *_, number, dimension = features.shape
-        if where is not None:
-            number = where.sum(-1)
+        number = features.shape[-2] if where is None else where.sum(-1)
         loss = separation_loss(features, kind=kind, t=t, where=where)
-        least = least_separation_loss(number, dimension, kind=kind, t=t)
+        least = least_separation_loss(number, features.shape[-1], kind=kind, t=t)
         gap = loss - least.astype(loss.dtype)
         return self.replace((*jax.tree.leaves(self), loss.mean(), gap.mean()))
 

@@ -40,7 +40,8 @@ class Projections(nnx.Module):
             "param_dtype": param_dtype,
             "rngs": rngs,
         }
-        self.norm_query = self.norm_key = nnx.data(None)
+        self.norm_query: Any = nnx.data(None)
+        self.norm_key: Any = nnx.data(None)
         if normalize:
             self.norm_query = nnx.LayerNorm(head_size, **options)
             self.norm_key = nnx.LayerNorm(head_size, **options)

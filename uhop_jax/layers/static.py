@@ -48,7 +48,8 @@ class StaticHopfield(Layer):
         super().__init__(
             sizes, association, normalize, kernel, dtype, param_dtype, rngs
         )
-        self.norm_query = self.norm_key = nnx.data(None)
+        self.norm_query: Any = nnx.data(None)
+        self.norm_key: Any = nnx.data(None)
         if self.kernel is not None:
             size = feature_size(self.kernel, size, param_dtype)
         if "pattern" in normalize:
@@ -59,7 +60,7 @@ class StaticHopfield(Layer):
     def _recalled(self, state, mapped, memories, read, inputs, key, energies):
         del memories
         query, keys, read = (x[..., None, :] for x in (state, mapped, read))
-        if self.norm_query is not None and self.norm_key is not None:
+        if self.norm_query is not None:
             query, keys = self.norm_query(query), self.norm_key(keys)
         query = jnp.broadcast_to(query, (*inputs.batch, *query.shape[-3:]))
         recall = self.association.associate(
