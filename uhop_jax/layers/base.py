@@ -160,7 +160,7 @@ class Layer(nnx.Module):
         if self.kernel is None:
             raise ValueError("separation_features need a layer with a kernel")
         inputs = self._inputs((state, memories, None, mask, association_mask))
-        return self._separated(*self._normalized(inputs)[:2], inputs, states, through)
+        return self._separated(*self._normalized(inputs), inputs, states, through)
 
     def _separated(
         self, state: Array, memories: Array, inputs: Inputs, states: bool, through: bool
@@ -187,17 +187,14 @@ class Layer(nnx.Module):
         may_be_empty = self.association.own_memories > 0
         return as_inputs(self.sizes, *arguments, may_be_empty=may_be_empty)
 
-    def _normalized(self, inputs: Inputs) -> tuple[Array, Array, Array]:
-        """States, memories and what is read out, after the norms."""
+    def _normalized(self, inputs: Inputs) -> tuple[Array, Array]:
+        """States and memories after the norms."""
         state, memories = inputs.state, inputs.memories
         if self.norm_state is not None:
             state = self.norm_state(state)
         if self.norm_memory is not None:
             memories = self.norm_memory(memories)
-        read = memories if inputs.values is None else inputs.values
-        if self.norm_value is not None:
-            read = self.norm_value(read)
-        return state, memories, read
+        return state, memories
 
     def _associated(
         self, arguments: tuple[Any, ...], key: Array | None, energies: bool
@@ -208,7 +205,10 @@ class Layer(nnx.Module):
                 "values must be given to a layer with value_size "
                 f"{self.sizes.value} and memory_size {self.sizes.memory}"
             )
-        state, memories, read = self._normalized(inputs)
+        state, memories = self._normalized(inputs)
+        read = memories if inputs.values is None else inputs.values
+        if self.norm_value is not None:
+            read = self.norm_value(read)
         mapped = state, memories
         if self.kernel is not None:
             if self.record is not None:
