@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from timing import compare, main, peer
 
-from uhop_jax.layers import HopfieldAttention
+from uhop_jax.layers import Association, Hopfield, LearnedAlpha
 
 BASELINE = "nnx.MultiHeadAttention"
 
@@ -48,10 +48,9 @@ def layers(
             for _ in range(2)
         )
 
-        def hopfield(separation: str, heads: int = heads, size: int = size, **options):
-            return HopfieldAttention(
-                heads, size, separation=separation, rngs=nnx.Rngs(0), **options
-            )
+        def hopfield(separation: Any, heads: int = heads, size: int = size, **options):
+            options |= {"num_heads": heads, "value_size": size, "rngs": nnx.Rngs(0)}
+            return Hopfield(size, Association(separation), **options)
 
         modules = {
             BASELINE: nnx.MultiHeadAttention(
@@ -63,7 +62,7 @@ def layers(
             "Hopfield, softmax": hopfield("softmax"),
             "Hopfield, sparsemax": hopfield("sparsemax"),
             "Hopfield, entmax 1.5": hopfield("entmax"),
-            "Hopfield, entmax, learned alpha": hopfield("entmax", learn_alpha=True),
+            "Hopfield, entmax, learned alpha": hopfield(LearnedAlpha()),
             "U-Hop, softmax": hopfield("softmax", kernel=True),
         }
         calls: dict[str, Any] = {

@@ -376,7 +376,9 @@ def test_several_windows(path):
     [
         ("Sparse MHM + U-Hop", "Sparsemax", True),
         pytest.param("MHM", "Softmax", False, marks=pytest.mark.slow),
-        pytest.param("GSH, matched size", "Entmax", False, marks=pytest.mark.slow),
+        pytest.param(
+            "GSH, matched size", "LearnedAlpha", False, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_arms(path, arm, separation, kernel):
@@ -384,7 +386,7 @@ def test_arms(path, arm, separation, kernel):
     (cell,) = study.cells()
     task = study.task(cell)
     layer = task.build(nnx.Rngs(0)).encoder[0].time
-    assert type(layer.separation).__name__ == separation
+    assert type(layer.association.separation).__name__ == separation
     assert (layer.kernel is not None) == kernel
     assert not task.validation.by_batch
 

@@ -13,12 +13,15 @@ from flax import nnx
 import uhop_jax as uhop
 from uhop_jax.layers import (
     Association,
+    BiasPattern,
     Hopfield,
-    HopfieldAttention,
     HopfieldLayer,
     HopfieldPooling,
     KernelParam,
+    LearnedAlpha,
     LinearFeatures,
+    Recall,
+    StaticHopfield,
     dropped,
     separation_losses,
 )
@@ -34,8 +37,23 @@ def patterns(*shape, seed=0, dtype=jnp.float32):
 STATE, MEMORIES = patterns(B, L, D), patterns(B, S, D, seed=1)
 
 
-def layer(size=D, seed=0, **options):
-    return Hopfield(size, rngs=nnx.Rngs(seed), **options)
+# Options of the association of a layer; all others are of the layer.
+OF_ASSOCIATION = set(inspect.signature(Association.__init__).parameters) - {
+    "self",
+    "param_dtype",
+}
+
+
+def layer(size=D, seed=0, kind=Hopfield, **options):
+    parts = {name: options.pop(name) for name in OF_ASSOCIATION & set(options)}
+    return kind(size, Association(**parts), rngs=nnx.Rngs(seed), **options)
+
+
+def static(**options):
+    return layer(kind=StaticHopfield, **options)
+
+
+UNTIL_CONVERGED = {"steps": 64, "until_converged": True}
 
 
 def number_of_parameters(model):
@@ -62,29 +80,35 @@ def test_any_inverse_temperature(options):
         assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(gradient))
 
 
+def attentions(separation="softmax", seed=3, **options):
+    """Flax's attention, and the same with an association inside."""
+    options = {"decode": False, "keep_rngs": False} | options
+    return [
+        nnx.MultiHeadAttention(H, D, rngs=nnx.Rngs(seed), **options, **inside)
+        for inside in ({}, {"attention_fn": Association(separation)})
+    ]
+
+
 @pytest.mark.parametrize("bias", [True, False])
-def test_softmax_and_direct_values_equal_attention(bias):
-    attention = nnx.MultiHeadAttention(
-        H, D, decode=False, use_bias=bias, rngs=nnx.Rngs(3), keep_rngs=False
-    )
-    hopfield = HopfieldAttention(H, D, use_bias=bias, rngs=nnx.Rngs(4))
+def test_softmax_equals_attention(bias):
+    attention, associative = attentions(use_bias=bias)
+    hopfield = layer(num_heads=H, value_size=D, **({} if bias else {"bias_init": None}))
     for name in ("query", "key", "value", "out"):
-        weights = getattr(attention, name).kernel[...]
-        getattr(hopfield.association, name).kernel[...] = weights
-        if bias:  # biases start at zero
-            value = patterns(*getattr(attention, name).bias.shape, seed=9)
-            getattr(attention, name).bias[...] = value
-            getattr(hopfield.association, name).bias[...] = value
-    assert_close(hopfield(STATE, MEMORIES), attention(STATE, MEMORIES))
-    assert_close(hopfield(STATE), attention(STATE))
-    assert_close(
-        hopfield(STATE, MEMORIES, -MEMORIES), attention(STATE, MEMORIES, -MEMORIES)
-    )
+        maps = [getattr(x, name) for x in (attention, associative)]
+        maps.append(getattr(hopfield.projections, name))
+        for part in ("kernel", "bias") if bias else ("kernel",):
+            value = patterns(*getattr(maps[0], part).shape, seed=9)
+            for one in maps:  # biases start at zero
+                getattr(one, part)[...] = value
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, (B, 1, L, S))
     mask = mask.at[..., 0].set(True)
-    assert_close(
-        hopfield(STATE, MEMORIES, mask=mask), attention(STATE, MEMORIES, mask=mask)
-    )
+    for arrays in ((STATE, MEMORIES), (STATE,), (STATE, MEMORIES, -MEMORIES)):
+        expected = attention(*arrays)
+        assert_close(associative(*arrays), expected)
+        assert_close(hopfield(*arrays), expected)
+    expected = attention(STATE, MEMORIES, mask=mask)
+    assert_close(associative(STATE, MEMORIES, mask=mask), expected)
+    assert_close(hopfield(STATE, MEMORIES, association_mask=mask), expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -92,14 +116,15 @@ def test_softmax_and_direct_values_equal_attention(bias):
 def test_values_of_few_states_are_means_of_values(separation, dropout):
     """Few states project the mean they read, many project the memories; both agree."""
     hopfield = layer(separation=separation, dropout=dropout, kernel=True)
-    hopfield.value.bias[...] = patterns(1, D, seed=9)
+    maps = hopfield.projections
+    maps.value.bias[...] = patterns(1, D, seed=9)
     mask = jnp.asarray(np.arange(S) < np.asarray([[S], [3], [0]]))
     state, key = STATE[:, :1], jax.random.key(5)
     weights = hopfield.associate(state, MEMORIES, mask=mask).weights
-    values = hopfield.value(hopfield.key(MEMORIES))
+    values = maps.value(maps.key(MEMORIES))
     mean = jnp.einsum("bhls,bshv->blhv", dropped(weights, dropout, key), values)
     result = hopfield(state, MEMORIES, mask=mask, key=key)
-    assert_close(result, hopfield.out(mean))
+    assert_close(result, maps.out(mean))
     many = jnp.broadcast_to(state, (B, S, D))
     together = hopfield(many, MEMORIES, mask=mask)
     assert_close(hopfield(state, MEMORIES, mask=mask), together[:, :1])
@@ -112,20 +137,18 @@ def test_values_of_few_states_are_means_of_values(separation, dropout):
         assert_close(one, other, scale=10)
 
 
-def attentions(**options):
-    """Flax's attention and the Hopfield attention, with the same weights."""
-    attention = nnx.MultiHeadAttention(
-        H, D, decode=False, keep_rngs=False, rngs=nnx.Rngs(3), **options
-    )
-    hopfield = HopfieldAttention(
-        H, D, decode=False, keep_rngs=False, rngs=nnx.Rngs(3), **options
-    )
-    return attention, hopfield
-
-
 def test_start_values_equal_the_start_values_of_attention():
-    attention, hopfield = attentions(
-        kernel_init=nnx.initializers.normal(), bias_init=nnx.initializers.ones
+    starts = {
+        "kernel_init": nnx.initializers.normal(),
+        "bias_init": nnx.initializers.ones,
+    }
+    attention, _ = attentions(**starts)
+    hopfield = layer(
+        seed=3,
+        num_heads=H,
+        value_size=D,
+        weight_init=starts["kernel_init"],
+        bias_init=starts["bias_init"],
     )
     assert_close(hopfield(STATE, MEMORIES), attention(STATE, MEMORIES))
 
@@ -133,36 +156,39 @@ def test_start_values_equal_the_start_values_of_attention():
 @pytest.mark.parametrize("shape", [(L, S), (H, L, S), (B, 1, 1, S), (1, 1, L, S)])
 @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int8])
 def test_masks_of_attention(shape, dtype):
-    attention, hopfield = attentions()
+    attention, associative = attentions()
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, shape).at[..., 0].set(True)
-    result = hopfield(STATE, MEMORIES, mask=mask.astype(dtype))
+    result = associative(STATE, MEMORIES, mask=mask.astype(dtype))
     assert_close(result, attention(STATE, MEMORIES, mask=mask))
 
 
 def test_causal_attention():
-    attention, hopfield = attentions()
-    result = hopfield(STATE, is_causal=True)
+    attention, associative = attentions()
     mask = nnx.make_causal_mask(STATE[..., 0])
+    result = associative(STATE, mask=mask)
     assert_close(result, attention(STATE, mask=mask.astype(bool)))
-    np.testing.assert_array_equal(hopfield(STATE, mask=mask), result)
     padding = jnp.ones((B, 1, 1, L), bool).at[1, ..., 3].set(False)
     expected = attention(STATE, mask=mask.astype(bool) & padding)
-    assert_close(hopfield(STATE, mask=padding, is_causal=True), expected)
+    if "is_causal" in inspect.signature(nnx.MultiHeadAttention.__call__).parameters:
+        np.testing.assert_array_equal(associative(STATE, is_causal=True), result)
+        causal = associative(STATE, mask=padding, is_causal=True)
+        assert_close(causal, expected)
+    heads = STATE.reshape(B, L, H, -1)
+    causal = Association()(heads, heads, heads, mask=padding, is_causal=True)
+    both = mask.astype(bool) & padding
+    assert_close(causal, nnx.dot_product_attention(heads, heads, heads, mask=both))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.uint8], ids=str)
 def test_a_traced_mask_of_other_numbers_gives_nan(dtype):
     """No forbidden memory shows: a float mask may mean a term added to overlaps."""
-    attention = HopfieldAttention(1, 2, use_bias=False, rngs=nnx.Rngs(0))
-    eye = jnp.eye(2)
-    for module in ("query", "key", "value", "out"):
-        weights = getattr(attention.association, module).kernel
-        weights[...] = eye.reshape(weights.shape).astype(weights.dtype)
-    query, keys = jnp.asarray([[1.0, 0]], jnp.float32), jnp.eye(2, dtype=jnp.float32)
+    query = jnp.asarray([[[1.0, 0]]], jnp.float32)
+    keys = jnp.eye(2, dtype=jnp.float32)[:, None]
+    association = Association()
 
     @jax.jit
     def attend(mask):
-        return attention(query, keys, mask=mask)
+        return association(query, keys, keys, mask=mask)[..., 0, :]
 
     for allowed, expected in (((1, 0), [[1, 0]]), ((0, 1), [[0, 1]])):
         assert_close(attend(jnp.asarray(allowed, dtype)), expected)
@@ -172,13 +198,12 @@ def test_a_traced_mask_of_other_numbers_gives_nan(dtype):
     for mask in wrong:
         assert np.isnan(attend(jnp.asarray(mask, dtype))).all()
         with pytest.raises(ValueError, match="mask must be boolean, or 1 where a"):
-            attention(query, keys, mask=jnp.asarray(mask, dtype))
+            association(query, keys, keys, mask=jnp.asarray(mask, dtype))
 
 
 def test_attention_sows_its_weights():
-    attention, hopfield = attentions()
     sown = []
-    for model in (attention, hopfield):
+    for model in attentions():
         if hasattr(nnx, "capture"):
             call = nnx.capture(model, nnx.Intermediate)
             _, state = call(STATE, MEMORIES, sow_weights=True)
@@ -190,13 +215,83 @@ def test_attention_sows_its_weights():
     assert_close(result, expected)
 
 
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_dropout_of_attention(broadcast):
+    options = {"dropout_rate": 0.5, "broadcast_dropout": broadcast}
+    options["deterministic"] = False
+    attention, associative = attentions(**options)
+    key = nnx.Rngs(dropout=5)
+    result = associative(STATE, MEMORIES, rngs=nnx.Rngs(dropout=5))
+    expected = attention(STATE, MEMORIES, rngs=key)
+    assert_close(result, expected)
+    plain = attention(STATE, MEMORIES, deterministic=True)
+    assert float(abs(expected - plain).max()) > 1e-3
+    assert_close(associative(STATE, MEMORIES, deterministic=True), plain)
+    if hasattr(nnx, "view"):  # not in an older Flax
+        model = nnx.view(associative, deterministic=True)
+        assert_close(model(STATE, MEMORIES), plain)
+    associative.eval()
+    assert_close(associative(STATE, MEMORIES), plain)
+
+
+def test_attention_in_half_precision():
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own layers mix dtypes
+        attention, associative = attentions(dtype=jnp.bfloat16)
+        result = associative(STATE, MEMORIES)
+        assert result.dtype == jnp.bfloat16
+        assert_close(result, attention(STATE, MEMORIES), scale=5)
+
+
+def test_a_head_of_keys_may_serve_several_heads_of_queries():
+    query, keys = patterns(B, L, H, 4), patterns(B, S, 2, 4, seed=1)
+    values = patterns(B, S, 2, 4, seed=2)
+    repeated = [jnp.repeat(x, 2, axis=-2) for x in (keys, values)]
+    expected = nnx.dot_product_attention(query, *repeated)
+    assert_close(Association()(query, keys, values), expected)
+
+
+def test_decoding_with_a_cache():
+    """A token at a time, a sparse attention gives what it gives for all together."""
+    model = attentions("sparsemax", decode=True)[1]
+    with jax.numpy_dtype_promotion("standard"):  # Flax compares int32 with int64
+        model.init_cache((B, L, D), jnp.float32)
+        parts = [model(STATE[:, i : i + 1]) for i in range(L)]
+    causal = jnp.tril(jnp.ones((L, L), bool))
+    expected = model(STATE, mask=causal, decode=False)
+    assert_close(jnp.concatenate(parts, axis=1), expected)
+
+
+@pytest.mark.parametrize(
+    ("separation", "options"),
+    [
+        ("entmax", {}),
+        (LearnedAlpha(), {"steps": 2}),
+        (uhop.TopK(2), {"zero_memory": True}),
+    ],
+    ids=str,
+)
+def test_any_association_in_an_attention_of_flax(separation, options):
+    """It is the layer with the same projections; what it learns, Flax's layer has."""
+    association = Association(separation, beta=2.0, learn_beta=True, **options)
+    model = nnx.MultiHeadAttention(
+        H, D, attention_fn=association, decode=False, rngs=nnx.Rngs(0)
+    )
+    hopfield = Hopfield(D, association, num_heads=H, value_size=D, rngs=nnx.Rngs(0))
+    expected = hopfield(STATE, MEMORIES)
+    assert_close(model(STATE, MEMORIES), expected)
+    slope = nnx.grad(lambda model: (model(STATE, MEMORIES) ** 2).sum())(model)
+    learned = jax.tree.leaves(slope["attention_fn"])
+    assert len(learned) == 1 + isinstance(separation, LearnedAlpha)
+    assert all(x != 0 for x in learned)
+
+
 @pytest.mark.parametrize("separation", ["softmax", "sparsemax"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_static_layers_equal_the_core_bit_for_bit(separation, steps):
-    static = layer(static=True, separation=separation, steps=steps, beta=0.7)
+    model = static(separation=separation, steps=steps, beta=0.7)
     core = uhop.separation_from_name(separation)
     for memories in (MEMORIES, MEMORIES[0]):
-        result = static.associate(STATE, memories)
+        result = model.associate(STATE, memories)
         expected = uhop.retrieve(
             uhop.Model(separation=core, beta=0.7), memories, STATE, steps=steps
         )
@@ -205,8 +300,8 @@ def test_static_layers_equal_the_core_bit_for_bit(separation, steps):
 
 
 def test_until_convergence_equals_the_core():
-    static = layer(static=True, steps=None, beta=0.5)
-    result = static.associate(STATE, MEMORIES)
+    model = static(beta=0.5, **UNTIL_CONVERGED)
+    result = model.associate(STATE, MEMORIES)
     expected = uhop.converge(uhop.Model(beta=0.5), MEMORIES, STATE, max_steps=64)
     np.testing.assert_array_equal(result.output, expected.pattern)
     np.testing.assert_array_equal(result.energy, expected.energy)
@@ -215,8 +310,8 @@ def test_until_convergence_equals_the_core():
 
 
 def test_the_energy_is_the_energy_of_the_retrieved_state():
-    static = layer(static=True, steps=2, beta=0.5)
-    result = static.associate(STATE, MEMORIES)
+    model = static(steps=2, beta=0.5)
+    result = model.associate(STATE, MEMORIES)
     expected = uhop.energy(uhop.Model(beta=0.5), MEMORIES, result.output)
     assert_close(result.energy, expected)
     assert layer(separation="polynomial").associate(STATE).energy is None
@@ -227,13 +322,13 @@ def test_an_identity_kernel_equals_the_plain_layer():
     assert_close(kernel(STATE, MEMORIES), plain(STATE, MEMORIES))
 
 
-@pytest.mark.parametrize("values", ["keys", "direct"])
-def test_equals_the_equation_of_the_paper(values):
+@pytest.mark.parametrize("value_size", [None, D])
+def test_equals_the_equation_of_the_paper(value_size):
     """`sep(beta (W_Q Phi(R)) (W_K Phi(Y))^T) W_V W_K Y`, head by head [sec:DL]."""
     kernel = LinearFeatures(D, start="random", rngs=nnx.Rngs(5))
-    model = layer(num_heads=H, kernel=kernel, values=values)
+    model = layer(num_heads=H, kernel=kernel, value_size=value_size)
     weights = {
-        name: np.asarray(getattr(model, name).kernel[...], np.float64)
+        name: np.asarray(getattr(model.projections, name).kernel[...], np.float64)
         for name in ("query", "key", "value", "out")
     }
     phi = np.asarray(kernel.weights[...], np.float64)
@@ -244,7 +339,7 @@ def test_equals_the_equation_of_the_paper(values):
         z = q @ k.T / np.sqrt(D // H)
         p = np.exp(z - z.max(1, keepdims=True))
         p /= p.sum(1, keepdims=True)
-        if values == "direct":
+        if value_size:
             v = Y @ weights["value"][:, h]
         else:
             raw = np.einsum("sd,dhe->she", Y, weights["key"])
@@ -256,42 +351,46 @@ def test_equals_the_equation_of_the_paper(values):
 # Options (UC-27) ----------------------------------------------------------------------
 
 ZEROS = nnx.initializers.zeros
+DIRECT = {"value_size": D}
 OPTIONS = {
     "memory_size": (12, {}),
-    "value_size": (12, {"values": "direct"}),
+    "value_size": (D, {}),
     "num_heads": (H, {}),
     "head_size": (8, {}),
     "value_head_size": (8, {}),
-    "out_size": (8, {}),
+    "out_size": (0, {"bias_init": nnx.initializers.ones}),
+    "normalize": (("state",), {}),
+    "kernel": (True, {}),
+    "weight_init": (ZEROS, {}),
+    "bias_init": (nnx.initializers.ones, {}),
+    "dtype": (jnp.bfloat16, {}),
+    "param_dtype": (jnp.float64, {}),
     "separation": ("sparsemax", {}),
-    "learn_alpha": (True, {"separation": uhop.Entmax(1.5)}),
     "beta": (2.0, {}),
     "learn_beta": (True, {}),
     "steps": (3, {}),
-    "max_steps": (2, {"steps": None, "beta": 2.0}),
-    "kernel": (True, {}),
-    "separate_states": (True, {"kernel": True}),
-    "values": ("direct", {}),
-    "static": (True, {}),
-    "project_out": (False, {}),
-    "use_bias": (False, {}),
-    "normalize_state": (True, {}),
-    "normalize_memory": (True, {}),
-    "normalize_value": (True, {"values": "direct"}),
-    "normalize_pattern": (True, {}),
-    "bias_pattern": (True, {}),
+    "until_converged": (True, {"steps": 2, "beta": 2.0}),
+    "bias": (BiasPattern(1, D, rngs=nnx.Rngs(7)), {}),
     "zero_memory": (True, {}),
-    "weight_init": (ZEROS, {}),
-    "bias_init": (nnx.initializers.ones, {}),
     "dropout": (0.5, {}),
-    "dtype": (jnp.bfloat16, {}),
-    "param_dtype": (jnp.float64, {}),
 }
 
 
 def test_every_option_is_in_the_table():
-    parameters = inspect.signature(Hopfield.__init__).parameters
-    assert set(OPTIONS) == set(parameters) - {"self", "state_size", "rngs"}
+    parameters = set(inspect.signature(Hopfield.__init__).parameters)
+    parameters -= {"self", "state_size", "association", "rngs"}
+    assert set(OPTIONS) == parameters | OF_ASSOCIATION
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Association, BiasPattern, Hopfield, HopfieldLayer, HopfieldPooling, LearnedAlpha]
+    + [LinearFeatures, StaticHopfield],
+)
+def test_constructors_are_small(kind):
+    parameters = inspect.signature(kind.__init__).parameters
+    assert "rngs" in parameters or "separation" in parameters
+    assert len(parameters) - 1 <= 15
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -306,26 +405,29 @@ def test_every_option_does_something(name):
     ]
     if str(shapes[0]) != str(shapes[1]):
         return
-    if name == "separate_states":
-        losses = [separation_losses(m, STATE, MEMORIES) for m in (plain, changed)]
-        assert abs(losses[0].loss - losses[1].loss) > 1e-3
-        return
     key = jax.random.key(0)
     results = [m.associate(3 * STATE, 3 * MEMORIES, key=key) for m in (plain, changed)]
     if results[0].output.shape != results[1].output.shape:
         return
     differ = results[0].weights.shape != results[1].weights.shape
     differ |= results[0].output.dtype != results[1].output.dtype
-    differ |= bool((results[0].steps != results[1].steps).any()) and name == "max_steps"
+    differ |= len({m.converged is None for m in results}) > 1
     assert differ or float(abs(results[0].output - results[1].output).max()) > 1e-3
 
 
 def test_one_normalisation_without_the_others():  # UC-28
-    flags = [name for name in OPTIONS if name.startswith("normalize")]
-    for off in flags:
-        options = {name: name != off for name in flags}
-        result = layer(values="direct", **options)(STATE, MEMORIES)
-        assert bool(jnp.isfinite(result).all())
+    names = ("state", "memory", "value", "pattern")
+    number = number_of_parameters(layer(**DIRECT))
+    for off in names:
+        others = [name for name in names if name != off]
+        for model in (layer(normalize=others, **DIRECT), static(normalize=others)):
+            assert bool(jnp.isfinite(model(STATE, MEMORIES)).all())
+        alone = layer(normalize=(off,), **DIRECT)
+        assert number_of_parameters(alone) > number
+        result = float(abs(alone(STATE, 3 * MEMORIES)).max())
+        assert (
+            abs(result - float(abs(layer(**DIRECT)(STATE, 3 * MEMORIES)).max())) > 1e-3
+        )
 
 
 @pytest.mark.parametrize("beta", [None, 1, 1.0, np.float32(1), np.full(1, 1.0)])
@@ -337,10 +439,10 @@ def test_types_of_beta(beta):  # UC-28
 
 
 def test_the_default_beta():  # UC-28: scores 1, 2, 3 in a head of 4
-    static = layer(4, static=True)
+    model = layer(4, kind=StaticHopfield)
     state = jnp.asarray([[1.0, 0, 0, 0]])
     memories = jnp.zeros((3, 4)).at[:, 0].set(jnp.asarray([1.0, 2, 3]))
-    weights = static.associate(state, memories).weights
+    weights = model.associate(state, memories).weights
     assert_close(weights, [[0.18632372, 0.30719589, 0.50648039]], floor=1e-8)
 
 
@@ -361,30 +463,32 @@ def test_alpha_and_beta_are_learned(shape):
     alpha = jnp.full(shape, 1.3)
     model = layer(
         num_heads=H,
-        separation=uhop.Entmax(alpha),
-        learn_alpha=True,
+        separation=LearnedAlpha(uhop.Entmax(alpha)),
         beta=np.full(shape, 0.4),
         learn_beta=True,
     )
     fixed = layer(num_heads=H, separation=uhop.Entmax(1.3), beta=0.4)
     assert_close(model(STATE, MEMORIES), fixed(STATE, MEMORIES), scale=10)
-    assert model.alpha.shape == model.log_beta.shape == shape
+    association = model.association
+    assert association.separation.raw.shape == association.log_factor.shape == shape
     graphdef, state = nnx.split(model)
 
     def loss(state):
         return (nnx.merge(graphdef, state)(STATE, MEMORIES) ** 2).sum()
 
-    slope = jax.grad(loss)(state)
-    for name in ("alpha", "log_beta"):
-        assert float(abs(slope[name][...]).min()) > 0
+    slope = jax.grad(loss)(state)["association"]
+    for x in (slope["separation"]["raw"], slope["log_factor"]):
+        assert float(abs(x[...]).min()) > 0
 
 
 # Masks (UC-24, UC-25) -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("separation, steps", [("softmax", 1), ("sparsemax", None)])
+@pytest.mark.parametrize("separation, steps", [("softmax", 1), ("sparsemax", 64)])
 def test_an_empty_bag_leaves_the_others_alone(separation, steps):
-    model = layer(num_heads=H, separation=separation, steps=steps)
+    model = layer(
+        num_heads=H, separation=separation, steps=steps, until_converged=steps > 1
+    )
     mask = jnp.ones((2, S), bool).at[1].set(False)
     bags = MEMORIES[:2].at[1].set(jnp.nan)
     graphdef, state = nnx.split(model)
@@ -403,14 +507,14 @@ def test_an_empty_bag_leaves_the_others_alone(separation, steps):
     ):
         assert bool(jnp.isfinite(leaf).all())
         assert_close(leaf, expected_leaf, scale=20)
-    assert_close(result[1], jnp.broadcast_to(model.out.bias[...], (L, D)))
+    assert_close(result[1], jnp.broadcast_to(model.projections.out.bias[...], (L, D)))
 
 
 @pytest.mark.parametrize("name", ["mask", "association_mask"])
 @pytest.mark.parametrize("memories", ["batch", "shared"])
-@pytest.mark.parametrize("values", ["keys", "direct"])
-def test_memories_hidden_from_all_states_never_show(name, memories, values):
-    model = layer(num_heads=H, values=values, dropout=0.5)
+@pytest.mark.parametrize("value_size", [None, D])
+def test_memories_hidden_from_all_states_never_show(name, memories, value_size):
+    model = layer(num_heads=H, value_size=value_size, dropout=0.5)
     seen = jnp.arange(S) != 2
     masks = {name: seen if name == "mask" else jnp.broadcast_to(seen, (L, S))}
     stored = MEMORIES if memories == "batch" else MEMORIES[0]
@@ -434,7 +538,7 @@ def test_memories_hidden_from_all_states_never_show(name, memories, values):
 
 
 def test_dropout_keeps_nan_from_states_that_may_not_see_it():
-    model = layer(values="direct", dropout=0.5)
+    model = layer(dropout=0.5, **DIRECT)
     memories = STATE.at[:, -1].set(jnp.nan)
     causal = jnp.tril(jnp.ones((L, L), bool))
     key = jax.random.key(0)
@@ -445,16 +549,20 @@ def test_dropout_keeps_nan_from_states_that_may_not_see_it():
 
 
 def test_exactly_one_memory_allowed():
-    model = layer(static=True)
+    model = static()
     mask = jnp.zeros((B, S), bool).at[jnp.arange(B), jnp.asarray([0, 3, 6])].set(True)
     result = model(STATE, MEMORIES, mask=mask)
     for b, s in enumerate((0, 3, 6)):
         assert_close(result[b], jnp.broadcast_to(MEMORIES[b, s], (L, D)))
 
 
+def bias_pattern():
+    return BiasPattern(H, D // H, rngs=nnx.Rngs(6))
+
+
 @pytest.mark.parametrize("memories", ["batch", "shared"])
 def test_masked_memories_equal_their_absence(memories):
-    model = layer(num_heads=H, bias_pattern=True, zero_memory=True)
+    model = layer(num_heads=H, bias=bias_pattern(), zero_memory=True)
     stored = MEMORIES if memories == "batch" else MEMORIES[0]
     kept = jnp.asarray([0, 2, 5])
     mask = jnp.zeros(S, bool).at[kept].set(True)
@@ -497,7 +605,7 @@ def test_wrong_masks(untyped, options, message):
 
 
 def test_bias_pattern_and_zero_memory():  # UC-27
-    bias = layer(num_heads=H, bias_pattern=True).associate(STATE, MEMORIES)
+    bias = layer(num_heads=H, bias=bias_pattern()).associate(STATE, MEMORIES)
     assert bias.weights.shape == (B, H, L, S + 1)
     zero = layer(num_heads=H, zero_memory=True).associate(STATE, MEMORIES)
     assert zero.weights.shape == (B, H, L, S + 1)
@@ -513,7 +621,8 @@ def test_a_zero_memory_is_softmax1():
 @pytest.mark.parametrize("make", [HopfieldPooling, HopfieldLayer])
 def test_learned_patterns(make):  # UC-31
     def built(seed):
-        return make(D, 3, rngs=nnx.Rngs(seed))
+        rngs = nnx.Rngs(seed)
+        return make(Hopfield(D, rngs=rngs), 3, rngs=rngs)
 
     same, again, other = built(0), built(0), built(1)
     for a, b, c in zip(
@@ -526,30 +635,30 @@ def test_learned_patterns(make):  # UC-31
     assert bool((learned[...] != 0).all())
     shape = (1, 3, D) if make is HopfieldPooling else (1, S, D)
     assert same(MEMORIES[:1]).shape == shape
-    assert isinstance(same.associate(MEMORIES[:1]), Association)
+    assert isinstance(same.associate(MEMORIES[:1]), Recall)
 
 
 def test_pooling_is_association_with_learned_states():
-    pool = HopfieldPooling(D, 3, num_heads=H, rngs=nnx.Rngs(0))
+    pool = HopfieldPooling(layer(num_heads=H), 3, rngs=nnx.Rngs(0))
     mask = jnp.arange(S) < 4
     states = jnp.broadcast_to(pool.state[...], (B, 3, D))
-    expected = pool.association(states, MEMORIES, mask=mask)
+    expected = pool.layer(states, MEMORIES, mask=mask)
     assert_close(pool(MEMORIES, mask=mask), expected)
 
 
 def test_lookup_reads_out_learned_values():
-    model = HopfieldLayer(
-        D, 9, values="direct", value_size=5, learn_values=True, rngs=nnx.Rngs(0)
-    )
-    expected = model.association(STATE, model.memories[...], model.targets[...])
-    assert_close(model(STATE), expected)
-    with pytest.raises(ValueError, match="learn_values needs values='direct'"):
-        HopfieldLayer(D, 9, learn_values=True, rngs=nnx.Rngs(0))
+    for inner in (layer(value_size=5), static(value_size=5)):
+        model = HopfieldLayer(inner, 9, learn_values=True, rngs=nnx.Rngs(0))
+        expected = inner(STATE, model.memories[...], model.targets[...])
+        assert_close(model(STATE), expected)
+    with pytest.raises(
+        ValueError, match="learn_values needs a layer with a value_size"
+    ):
+        HopfieldLayer(layer(), 9, learn_values=True, rngs=nnx.Rngs(0))
 
 
 def test_shared_memories_equal_tiled_ones():
-    for options in ({"num_heads": H}, {"static": True}, {"steps": None}):
-        model = layer(**options)
+    for model in (layer(num_heads=H), static(), layer(**UNTIL_CONVERGED)):
         tiled = jnp.broadcast_to(MEMORIES[0], (B, S, D))
         result = model.associate(STATE, MEMORIES[0])
         expected = model.associate(STATE, tiled)
@@ -578,7 +687,7 @@ def test_dropout():
 
 def test_dropout_differs_between_heads_and_rows():
     """With constant values and equal weights the output counts the kept weights."""
-    model = layer(num_heads=H, dropout=0.5, project_out=False, values="direct")
+    model = layer(num_heads=H, dropout=0.5, out_size=0, **DIRECT)
     ones = jnp.ones((B, 64, D), jnp.float32)
     result = model(ones[:, :L], ones, key=jax.random.key(0)).reshape(B, L, H, -1)
     kept = np.asarray(result[..., 0])
@@ -609,50 +718,30 @@ def test_wrong_random_keys(untyped, key):
             call()
 
 
-def test_a_replacement_for_attention_asks_for_rngs():
-    model = HopfieldAttention(H, D, dropout_rate=0.5, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="rngs="):
-        model(STATE)
-    with_key = model(STATE, rngs=jax.random.key(0))
-    assert float(abs(with_key - model(STATE, deterministic=True)).max()) > 1e-3
-    result = model(STATE, rngs=nnx.Rngs(dropout=0))
-    stream = nnx.Rngs(dropout=0).dropout
-    np.testing.assert_array_equal(model(STATE, rngs=stream), result)
-    assert float(abs(model(STATE, rngs=stream) - result).max()) > 1e-3
-    expected = model(STATE, deterministic=True)
-    if hasattr(nnx, "view"):  # not in an older Flax
-        np.testing.assert_array_equal(
-            nnx.view(model, deterministic=True)(STATE), expected
-        )
-    model.eval()
-    np.testing.assert_array_equal(model(STATE), expected)
-
-
 WRONG_ATTENTION = [
-    ({"in_features": 0}, {}, "in_features must be at least 1, got 0"),
-    ({"qkv_features": 6}, {}, "num_heads 4 must divide qkv_features 6"),
-    ({"out_features": "a"}, {}, "out_features must be an integer, got 'a'"),
-    ({"dropout_rate": 1.0}, {}, r"dropout_rate must be in \[0, 1\), got 1.0"),
-    ({"num_kv_heads": 2}, {}, "num_kv_heads must be 4 or None here, got 2"),
-    ({"decode": True}, {}, "decode must be False or None here, got True"),
-    ({"keep_rngs": True}, {}, "keep_rngs must be False or None here, got True"),
-    ({"normalize_qk": True}, {}, "normalize_qk must be False or None here"),
-    ({"static": True}, {}, "static must be False or None here, got True"),
-    ({}, {"decode": True}, "decode must be False or None here, got True"),
-    ({}, {"inputs_q": STATE[..., :4]}, "inputs_q must have shape"),
-    ({}, {"inputs_k": STATE[..., :4]}, "inputs_k must have shape"),
-    ({}, {"inputs_k": STATE, "inputs_v": MEMORIES}, "inputs_v must have shape"),
-    ({}, {"mask": jnp.ones((L, S), bool)}, "^mask has shape .* does not broadcast"),
-    ({}, {"mask": jnp.full((L, L), -jnp.inf)}, "^mask must be boolean, or 1 .*got 25"),
-    ({"dropout_rate": 0.5}, {"rngs": 0}, "dropout needs rngs=.*got 0"),
+    ({}, {"query": STATE[0]}, "query must have shape .*heads, d.*got"),
+    ({}, {"key": patterns(B, S, H, 3)}, "keys and values of queries .*must agree"),
+    ({}, {"key": patterns(S, H, 4)}, "keys and values of queries .*must agree"),
+    ({}, {"value": patterns(B, L, H, 4)}, "keys and values of queries .*must agree"),
+    ({}, {"key": patterns(B, S, 3, 4)}, "keys and values of queries .*must agree"),
+    ({}, {"bias": jnp.zeros((L, S))}, r"bias must be None, got shape \(5, 7\)"),
+    ({}, {"mask": jnp.ones((L, L), bool)}, "^mask has shape .* does not broadcast"),
+    ({}, {"mask": jnp.full((L, S), -jnp.inf)}, "^mask must be boolean, or 1 .*got 35"),
+    ({"dropout": 0.5}, {}, "dropout of an association must be 0 .*got 0.5"),
+    ({}, {"dropout_rate": 0.5}, "dropout needs a dropout_rng, or deterministic=True"),
+    ({"beta": np.ones(3)}, {}, r"beta must be a number or have shape \(4,\)"),
 ]
 
 
 @pytest.mark.parametrize("options, call, message", WRONG_ATTENTION)
 def test_attention_names_wrong_arguments(untyped, options, call, message):
+    arrays = {
+        "query": patterns(B, L, H, 4),
+        "key": patterns(B, S, H, 4),
+        "value": patterns(B, S, H, 4),
+    }
     with pytest.raises(ValueError, match=message):
-        sizes = {"num_heads": H, "in_features": D} | options
-        HopfieldAttention(**sizes, rngs=nnx.Rngs(0))(**{"inputs_q": STATE} | call)
+        Association(**options)(**arrays | call)
 
 
 def test_sparse_layers_have_exact_zeros():  # UC-26
@@ -700,7 +789,7 @@ def test_separation_losses_move_the_kernel_alone():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kernel": True, "separation": "sparsemax"}, {"steps": None}]
+    "options", [{}, {"kernel": True, "separation": "sparsemax"}, UNTIL_CONVERGED]
 )
 def test_an_empty_batch(options):
     association = layer(8, num_heads=2, **options)
@@ -713,12 +802,10 @@ def test_an_empty_batch(options):
 
 def test_an_empty_bag_is_named_by_its_shape(untyped):
     bags, empty = patterns(2, 3, 8), jnp.zeros((2, 0, 8), jnp.float32)
-    options = {"num_heads": 2, "rngs": nnx.Rngs(0)}
     for call in (
         lambda: layer(8, num_heads=2)(bags, empty),
-        lambda: HopfieldPooling(8, **options)(empty),
-        lambda: HopfieldAttention(2, 8, rngs=nnx.Rngs(0))(bags, empty),
-        lambda: layer(8, static=True)(bags, empty),
+        lambda: HopfieldPooling(layer(8), rngs=nnx.Rngs(0))(empty),
+        lambda: layer(8, kind=StaticHopfield)(bags, empty),
     ):
         with pytest.raises(ValueError, match=r"at least one pattern.*\(2, 0, 8\)"):
             call()
@@ -730,14 +817,17 @@ def test_an_empty_bag_is_named_by_its_shape(untyped):
     ("make", "message"),
     [
         (lambda: Hopfield(4, rngs=jax.random.key(0)), "rngs must be nnx.Rngs"),
-        (lambda: HopfieldPooling(4, rngs=0), "rngs must be nnx.Rngs"),
+        (lambda: HopfieldPooling(layer(4), rngs=0), "rngs must be nnx.Rngs"),
         (lambda: LinearFeatures(4, rngs=None), "rngs must be nnx.Rngs"),
         (lambda: layer(beta="x"), "beta must be a number, got 'x'"),
         (lambda: layer(weight_init=3), "weight_init must be an initializer"),
         (lambda: layer(param_dtype=int), "param_dtype must be a floating dtype"),
         (lambda: layer(dtype="x"), "dtype must be a floating dtype, got 'x'"),
         (lambda: LinearFeatures(0, rngs=nnx.Rngs(0)), "size must be at least 1"),
-        (lambda: HopfieldPooling(4, sets=3, rngs=nnx.Rngs(0)), "sets must be a seq"),
+        (
+            lambda: HopfieldPooling(layer(4), sets=3, rngs=nnx.Rngs(0)),
+            "sets must be a seq",
+        ),
         (lambda: ViH((8, 8, 1), 0, rngs=nnx.Rngs(0)), "classes must be at least 1"),
         (lambda: ViH((8, 8), 2, rngs=nnx.Rngs(0)), "image_shape must be"),
         (
@@ -939,7 +1029,7 @@ def test_separation_losses_leave_the_model_unchanged():
     assert float(abs(slope(STATE)).max()) > 0
     after = nnx.to_pure_dict(nnx.state(model))
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), before, after))
-    assert not hasattr(model.layer, "separation_record")
+    assert model.layer.record is None
 
 
 def test_any_module_can_be_a_kernel():
@@ -948,11 +1038,13 @@ def test_any_module_can_be_a_kernel():
         jax.nn.relu,
         nnx.Linear(24, 6, rngs=nnx.Rngs(1)),
     )
-    model = layer(kernel=features, values="direct")
+    model = layer(kernel=features, **DIRECT)
     _, kernels, _ = nnx.split(model, KernelParam, ...)
     assert sum(x.size for x in jax.tree.leaves(kernels)) == 24 * (D + 1) + 6 * 25
     assert model(STATE, MEMORIES).shape == STATE.shape
-    with pytest.raises(ValueError, match="keeps the dimension"):
+    own = nnx.state(features, KernelParam)  # the caller's module is as it was
+    assert not jax.tree.leaves(own)
+    with pytest.raises(ValueError, match="keep the dimension"):
         layer(kernel=LinearFeatures(D, 6, rngs=nnx.Rngs(0)))
 
 
@@ -985,37 +1077,26 @@ def test_stage_one_may_move_every_parameter_of_a_kernel():
 
 WRONG = [
     ({"separation": "reluu"}, "unknown separation 'reluu'; choose one of softmax"),
-    ({"separation": jax.nn.softmax}, "separation must be a Separation or its name"),
+    ({"separation": jax.nn.softmax}, "separation must be a Separation, its name or"),
     ({"num_heads": 3}, "num_heads 3 must divide state_size 16"),
     ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
     ({"steps": 0}, "steps must be at least 1, got 0"),
-    ({"values": "both"}, "unknown values 'both'; choose one of keys, direct"),
     ({"beta": -1.0}, "beta must be positive and finite, got -1.0"),
     (
         {"beta": np.ones(3), "num_heads": 4},
         r"beta must be a number or have shape \(4,\)",
     ),
-    ({"learn_alpha": True}, "learn_alpha needs an Entmax separation"),
+    (
+        {"separation": uhop.Entmax(np.ones(3)), "num_heads": 4},
+        r"alpha must be a number or have shape \(4,\)",
+    ),
     ({"separation": uhop.Entmax(0.5)}, "alpha must be at least 1, got 0.5"),
-    ({"static": True, "num_heads": 4}, "static layer has one head, got num_heads 4"),
-    ({"static": True, "memory_size": 4}, "got state_size 16 and memory_size 4"),
     ({"kernel": True, "memory_size": 4}, "got state_size 16 and memory_size 4"),
     ({"kernel": "linear"}, "kernel must be True, an nnx.Module"),
-    ({"normalize_value": True}, "normalize_value needs values='direct'"),
-    ({"value_size": 4}, "value_size needs values='direct': else it would do nothing"),
+    ({"normalize": ("value",)}, "unknown normalize 'value'; choose one of state, mem"),
     ({"value_size": "a"}, "value_size must be an integer, got 'a'"),
     ({"head_size": 0}, "head_size must be at least 1, got 0"),
-    ({"out_size": 3, "project_out": False}, "out_size needs project_out=True"),
-    ({"separate_states": True}, "separate_states needs a kernel"),
-    ({"static": True, "head_size": 2}, "head_size needs static=False"),
-    ({"static": True, "value_head_size": 2}, "value_head_size needs static=False"),
-    ({"static": True, "out_size": 3}, "out_size needs static=False"),
-    ({"static": True, "project_out": False}, "project_out=False needs static=False"),
-    ({"static": True, "use_bias": False}, "use_bias=False needs static=False"),
-    ({"static": True, "weight_init": ZEROS}, "weight_init needs static=False"),
-    ({"static": True, "bias_init": ZEROS}, "bias_init needs static=False"),
-    ({"use_bias": False, "bias_init": ZEROS}, "bias_init needs use_bias=True"),
-    ({"max_steps": 5}, "max_steps needs steps=None: else it would do nothing"),
+    ({"out_size": -1}, "out_size must be at least 0, got -1"),
 ]
 
 
@@ -1025,11 +1106,29 @@ def test_wrong_options(untyped, options, message):
         layer(**options)
 
 
+def test_wrong_parts(untyped):
+    for make, message in (
+        (lambda: Hopfield(D, 4, rngs=nnx.Rngs(0)), "association must be an Assoc.*4"),
+        (
+            lambda: HopfieldLayer(D, 9, rngs=nnx.Rngs(0)),
+            "layer must be a Hopfield or StaticHopfield, got 16",
+        ),
+        (lambda: LearnedAlpha(uhop.Softmax()), r"with an alpha, got Softmax\(\)"),
+        (lambda: LearnedAlpha(uhop.Entmax(2.0)), r"must start within \(1, 2\), got 2"),
+        (lambda: BiasPattern(0, 4, rngs=nnx.Rngs(0)), "num_heads must be at least 1"),
+        (lambda: layer().separation_features(STATE), "need a layer with a kernel"),
+        (lambda: static(value_size=5)(STATE), "must be given .* 5 and memory_size 16"),
+        (lambda: static(beta=np.ones(4)), r"beta must be a number or have shape \(1,"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
 WRONG_CALLS = [
     ((STATE[..., :4],), r"state must have shape \(..., L, 16\), got \(3, 5, 4\)"),
     ((STATE, MEMORIES[..., :4]), r"memories must have shape \(..., S, 16\)"),
     ((STATE, MEMORIES[:2]), r"memories have shape \(2, 7, 16\), state \(3, 5, 16\)"),
-    ((STATE, MEMORIES, MEMORIES), "values need a layer with values='direct'"),
+    ((STATE, MEMORIES, MEMORIES), "values need a layer with a value_size"),
 ]
 
 
@@ -1059,7 +1158,7 @@ def test_dtypes(dtype):
 
 
 def test_bfloat16_computation_keeps_float32_parameters():
-    model = layer(num_heads=H, kernel=True, dtype=jnp.bfloat16, normalize_state=True)
+    model = layer(num_heads=H, kernel=True, dtype=jnp.bfloat16, normalize=("state",))
     with jax.numpy_dtype_promotion("standard"):  # Flax's own LayerNorm needs it
         assert model(STATE, MEMORIES).dtype == jnp.bfloat16
     assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {
@@ -1107,7 +1206,7 @@ def test_in_linen():
 
 def test_patterns_of_a_static_layer_are_normalised_in_the_features():
     kernel = LinearFeatures(D, 3, start="random", rngs=nnx.Rngs(3))
-    model = layer(static=True, normalize_pattern=True, kernel=kernel, num_heads=1)
+    model = static(normalize=("pattern",), kernel=kernel)
     query, keys = (
         nnx.LayerNorm(3, rngs=nnx.Rngs(0))(kernel(x)) for x in (STATE, MEMORIES)
     )
@@ -1115,72 +1214,77 @@ def test_patterns_of_a_static_layer_are_normalised_in_the_features():
     assert_close(model.associate(STATE, MEMORIES).weights, weights)
 
 
-# Options of the other layers (UC-27): a change, and what it needs besides.
+# Options of the other layers (UC-27) --------------------------------------------------
+
 OTHER_OPTIONS = {
-    HopfieldPooling: {
-        "quantity": (2, {}),
-        "sets": ((3,), {}),
-        "state_size": (12, {}),
-    },
-    HopfieldLayer: {
-        "quantity": (7, {}),
-        "memory_size": (12, {}),
-        "learn_values": (True, {"values": "direct"}),
-    },
-    HopfieldAttention: {
-        "num_heads": (4, {}),
-        "qkv_features": (16, {}),
-        "out_features": (12, {}),
-        "in_kv_features": (12, {}),
-        "dropout_rate": (0.5, {}),
-        "deterministic": (True, {"dropout_rate": 0.5}),
-        "kernel_init": (ZEROS, {}),
-        "bias_init": (nnx.initializers.ones, {}),
-        "use_bias": (False, {}),
-        "dtype": (jnp.bfloat16, {}),
-        "param_dtype": (jnp.float64, {}),
-    },
+    HopfieldPooling: {"quantity": 2, "sets": (3,)},
+    HopfieldLayer: {"quantity": 7, "learn_values": True},
 }
 OTHERS = [(kind, name) for kind, table in OTHER_OPTIONS.items() for name in table]
-
-
-def other_layer(kind, **options):
-    arguments = {
-        HopfieldPooling: {"memory_size": 8},
-        HopfieldLayer: {"state_size": 8, "quantity": 5},
-        HopfieldAttention: {"num_heads": 2, "in_features": 8},
-    }[kind]
-    return kind(**(arguments | options), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("kind", OTHER_OPTIONS)
 def test_every_option_of_the_other_layers_is_in_the_table(kind):
     names = set(inspect.signature(kind.__init__).parameters)
-    first = {"memory_size", "state_size", "in_features"} - set(OTHER_OPTIONS[kind])
-    assert set(OTHER_OPTIONS[kind]) == names - {"self", "rngs", "options"} - first
+    assert set(OTHER_OPTIONS[kind]) == names - {"self", "layer", "rngs"}
 
 
 @pytest.mark.parametrize(("kind", "name"), OTHERS)
 def test_every_option_of_the_other_layers_does_something(kind, name):
-    value, base = OTHER_OPTIONS[kind][name]
-    layers = other_layer(kind, **base), other_layer(kind, **base, **{name: value})
+    options = {"quantity": 5}
+    layers = [
+        kind(layer(8, **DIRECT), **options | changed, rngs=nnx.Rngs(0))
+        for changed in ({}, {name: OTHER_OPTIONS[kind][name]})
+    ]
     described = [
         str(jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(model)))
         for model in layers
     ]
-    if described[0] != described[1]:
-        return
-    x = jax.random.normal(jax.random.key(0), (3, 4, 8), jnp.float32)
-    random = {"rngs": nnx.Rngs(1)} if kind is HopfieldAttention else {}
-    outputs = [model(x, **random) for model in layers]
-    if outputs[0].dtype == outputs[1].dtype:
-        assert float(abs(outputs[0] - outputs[1]).max()) > 1e-3
+    assert described[0] != described[1]
 
 
-@pytest.mark.parametrize("kind", OTHER_OPTIONS)
-def test_options_of_the_association_pass_through_the_other_layers(kind):
-    sparse = other_layer(kind, separation="sparsemax", bias_pattern=True)
-    assert isinstance(sparse.association.separation, uhop.Sparsemax)
-    assert number_of_parameters(sparse) > number_of_parameters(other_layer(kind))
-    with pytest.raises((TypeError, ValueError), match="slott"):
-        other_layer(kind, slott=3)
+# Separations that others define -------------------------------------------------------
+
+
+class Powers(uhop.Separation):
+    """`e^(alpha z)`, normalised: of nothing that the layers know."""
+
+    alpha: float = 1.5
+
+    def _weights(self, z):
+        alpha = jnp.asarray(self.alpha).astype(z.dtype)
+        return uhop.Softmax()._weights(alpha[..., None] * z)
+
+    def _conjugate(self, z):
+        alpha = jnp.asarray(self.alpha).astype(z.dtype)
+        return uhop.Softmax()._conjugate(alpha[..., None] * z) / alpha
+
+
+def test_layers_take_a_separation_of_the_user():
+    for alpha in (1.5, np.asarray([1.1, 1.9, 3.0, 0.5])):
+        own = layer(num_heads=H, separation=Powers(alpha), beta=0.4)
+        known = layer(num_heads=H, beta=0.4 * alpha)
+        result, expected = (m.associate(STATE, MEMORIES) for m in (own, known))
+        assert_close(result.output, expected.output)
+        assert result.energy.shape == (B, H, L)
+    learned = layer(separation=LearnedAlpha(Powers(1.5)), beta=0.4)
+    assert_close(learned(STATE, MEMORIES), layer(beta=0.6)(STATE, MEMORIES))
+    slope = nnx.grad(lambda model: model(STATE, MEMORIES).sum())(learned)
+    assert float(slope["association"]["separation"]["raw"][...]) != 0
+
+
+def test_separation_features_are_the_kernel_of_what_a_layer_sees():
+    model = layer(kernel=True, normalize=("state", "memory"))
+    features, where = model.separation_features(STATE, MEMORIES)
+    assert where is None
+    assert_close(features, model.kernel(model.norm_memory(MEMORIES)))
+    mask = jnp.arange(S) < 4
+    features, where = model.separation_features(STATE, MEMORIES, mask=mask, states=True)
+    states = model.kernel(model.norm_state(STATE))
+    assert_close(features[:, :L], states)
+    np.testing.assert_array_equal(where[0], jnp.arange(L + S) < L + 4)
+    loss = uhop.AverageLoss()(features, where=where).mean()
+    losses = separation_losses(model, STATE, MEMORIES, mask=mask, states=True)
+    assert_close(losses.loss, loss[None])
+    alone = separation_losses(model, STATE, MEMORIES, mask=mask).loss
+    assert float(abs(alone - losses.loss)[0]) > 1e-3

@@ -147,8 +147,9 @@ def test_gradients_in_everything(model):
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_layers(heads):
+    association = layers.Association(Smoothed(0.3))
     layer = layers.Hopfield(
-        D, num_heads=heads, head_size=4, separation=Smoothed(0.3), rngs=nnx.Rngs(0)
+        D, association, num_heads=heads, head_size=4, rngs=nnx.Rngs(0)
     )
     weights = layer.associate(
         *(x[None].astype(jnp.float32) for x in (QUERY, MEMORIES))

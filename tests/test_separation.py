@@ -26,7 +26,6 @@ from uhop_jax import (
     separation_from_name,
 )
 from uhop_jax.separation import SEPARATIONS as REGISTERED
-from uhop_jax.separation.entmax import fastest_entmax
 
 ALPHAS = (1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
 SEPARATIONS = [
@@ -203,11 +202,12 @@ def test_an_alpha_known_in_advance():
     """A known `alpha` compiles one case of three; the general case is right too."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)))
     for alpha, kind in ((1.3, Entmax), (1.5, Entmax15), (2, Sparsemax)):
-        known = fastest_entmax(np.full(3, alpha))
+        known = Entmax(np.full(3, alpha)).specialised()
         assert type(known) is kind
         for sep in (known, Entmax(alpha, cases=False)):
             assert_close(sep(z), Entmax(alpha)(z))
-    assert fastest_entmax(np.asarray([1.5, 2.0])).cases is False
+    assert Entmax(np.asarray([1.5, 2.0])).specialised().cases is False
+    assert Entmax(2.0).specialised(learned=("alpha",)) == Entmax(2.0, cases=False)
     for sep in (Entmax15(), Sparsemax()):
         assert "stablehlo.case" not in jax.jit(sep).lower(z).as_text()
     assert "stablehlo.case" in jax.jit(Entmax(1.5)).lower(z).as_text()

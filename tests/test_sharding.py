@@ -97,15 +97,18 @@ separations = [uhop.Softmax(), uhop.Softmax1(), sparse, uhop.Entmax(1.3),
                uhop.Polynomial(4), uhop.TopK(3)]
 similarities = [uhop.Dot(kernel), uhop.Cosine(), uhop.NegativeSquaredL2(),
                 uhop.NegativeL2(), uhop.NegativeL1()]
-def layer(kind=layers.Hopfield, *sizes, **options):
-    return kind(*sizes or (8,), num_heads=2, rngs=nnx.Rngs(0), **options)
+rngs = nnx.Rngs(0)
+def layer(separation="softmax", kernel=False, **options):
+    association = layers.Association(separation, **options)
+    return layers.Hopfield(8, association, num_heads=2, kernel=kernel, rngs=rngs)
 modules = [
-    layer(kernel=True), layer(separation=sparse, steps=2), layer(steps=None),
-    layer(separation=uhop.Entmax(1.5), learn_alpha=True, learn_beta=True),
-    layer(separation=uhop.TopK(2), bias_pattern=True, zero_memory=True),
-    layer(layers.HopfieldPooling, 8, 2, separation=sparse),
-    layer(layers.HopfieldLayer, 8, 6, separation=sparse),
-    layers.HopfieldAttention(2, 8, separation=sparse, rngs=nnx.Rngs(0)),
+    layer(kernel=True), layer(sparse, steps=2), layer(steps=64, until_converged=True),
+    layer(layers.LearnedAlpha(), learn_beta=True),
+    layer(uhop.TopK(2), bias=layers.BiasPattern(2, 4, rngs=rngs), zero_memory=True),
+    layers.HopfieldPooling(layer(sparse), 2, rngs=rngs),
+    layers.HopfieldLayer(layer(sparse), 6, rngs=rngs),
+    nnx.MultiHeadAttention(
+        2, 8, attention_fn=layers.Association(sparse), decode=False, rngs=rngs),
 ]
 graphs, parameters = zip(*map(nnx.split, modules), strict=True)
 

@@ -152,29 +152,30 @@ def test_a_layer_is_the_double_loop(alpha):
     model = small(alpha_start=math.log(0.3 / 0.7), **options)
     layer = model.decoder[0].cross
     if alpha in (1.3, 1.5):
-        layer.alpha[...] = jnp.asarray(math.log((alpha - 1) / (2 - alpha)))
+        raw = layer.association.separation.raw
+        raw[...] = jnp.asarray(math.log((alpha - 1) / (2 - alpha)))
+    maps = layer.projections
     R, Y = np.asarray(windows(5, 8)), np.asarray(windows(4, 8, seed=1))
 
     def linear(x, part, shape):
         weights = np.asarray(part.kernel[...]).reshape(shape)
         return x @ weights + np.asarray(part.bias[...]).reshape(-1)
 
-    q, k = (linear(x, part, (8, 8)) for x, part in ((R, layer.query), (Y, layer.key)))
-    v = linear(k, layer.value, (8, 8))
+    q, k = (linear(x, part, (8, 8)) for x, part in ((R, maps.query), (Y, maps.key)))
+    v = linear(k, maps.value, (8, 8))
     heads = np.zeros((5, 8))
     for h in range(2):
         part = slice(4 * h, 4 * h + 4)
         for i in range(5):
             scores = np.array([q[i, part] @ k[m, part] for m in range(4)]) / 2
             heads[i, part] = naive_entmax(scores, alpha) @ v[:, part]
-    assert_close(
-        layer(jnp.asarray(R), jnp.asarray(Y)), linear(heads, layer.out, (8, 8))
-    )
+    assert_close(layer(jnp.asarray(R), jnp.asarray(Y)), linear(heads, maps.out, (8, 8)))
 
 
 @pytest.mark.parametrize("alpha", [1 + 1e-9, 1.5, 2 - 1e-9])
 def test_gradient_of_alpha(alpha):
     layer = small(alpha_start=0.0).encoder[0].time
+    learned = layer.association.separation.raw
     raw = math.log((alpha - 1) / (2 - alpha))
     tokens = windows(6, 8)
 
@@ -182,20 +183,24 @@ def test_gradient_of_alpha(alpha):
         return jnp.square(layer(tokens)).sum()
 
     def at(raw):
-        layer.alpha[...] = jnp.asarray(raw)
+        learned[...] = jnp.asarray(raw)
         return value(layer, tokens)
 
     h = 1e-4
     expected = (at(raw + h) - at(raw - h)) / (2 * h)
-    layer.alpha[...] = jnp.asarray(raw)
-    slope = nnx.grad(value)(layer, tokens).alpha[...]
+    learned[...] = jnp.asarray(raw)
+
+    def slope_of(tokens):
+        return nnx.grad(value)(layer, tokens).association.separation.raw[...]
+
+    slope = slope_of(tokens)
     np.testing.assert_allclose(slope, expected, rtol=1e-4, atol=1e-9)
-    equal = nnx.grad(value)(layer, jnp.ones((6, 8))).alpha[...]
-    assert np.isfinite(equal)
+    assert np.isfinite(slope_of(jnp.ones((6, 8))))
 
 
 def test_alpha_of_each_layer_starts_at_its_own_value():
-    alphas = [p for path, p in nnx.to_flat_state(nnx.state(small())) if "alpha" in path]
+    state = nnx.to_flat_state(nnx.state(small()))
+    alphas = [p for path, p in state if path[-2:] == ("separation", "raw")]
     raw = np.array([float(variable[...]) for variable in alphas])
     assert len(raw) == 11 and len(set(raw)) == 11 and np.abs(raw).max() < 4
 
@@ -224,7 +229,8 @@ def test_without_the_series_layer_a_series_is_alone():
     other = x.at[..., 1].add(1.0)
     assert np.abs(model(other) - model(x))[..., 0].max() > 1e-6
     for block in (model.encoder[0], *(layer.block for layer in model.decoder)):
-        for part in (block.across.out.kernel, block.across.out.bias):
+        out = block.across.projections.out
+        for part in (out.kernel, out.bias):
             part[...] = jnp.zeros_like(part[...])
     np.testing.assert_array_equal(model(other)[..., 0], model(x)[..., 0])
 

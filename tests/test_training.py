@@ -490,7 +490,7 @@ def test_a_partial_last_batch_counts_only_its_examples():
 @pytest.mark.parametrize("reference", [False, True])
 def test_one_patch_is_an_mlp_with_one_hidden_layer(reference):
     """The released classifier in matrices: W_V W_K y, or W_V y, ReLU, LayerNorm."""
-    options = {"values": "direct" if reference else "keys", "kernel": reference}
+    options = {"value_size": 8 if reference else None, "kernel": reference}
     model = ViH((4, 4, 3), 5, patch=4, size=8, rngs=nnx.Rngs(0), **options)
     images = jnp.asarray(np.random.default_rng(0).normal(size=(6, 4, 4, 3)))
 
@@ -498,7 +498,7 @@ def test_one_patch_is_an_mlp_with_one_hidden_layer(reference):
         w, b = (np.asarray(p[...], np.float64) for p in (layer.kernel, layer.bias))
         return x @ w.reshape(x.shape[-1], -1) + b.ravel()
 
-    layer = model.association
+    layer = model.association.projections
     y = apply(model.patches.embed, np.asarray(images, np.float64).reshape(6, -1))
     y = apply(layer.value, y if reference else apply(layer.key, y))
     h = np.maximum(apply(layer.out, y), 0)
@@ -517,8 +517,8 @@ def test_start_values_equal_the_start_values_of_the_release():
     model = ViH((8, 8, 1), 5, patch=4, size=64, rngs=nnx.Rngs(0))
     for layer, fan_in in (
         (model.patches.embed, 16),
-        (model.association.query, 64),
-        (model.association.out, 64),
+        (model.association.projections.query, 64),
+        (model.association.projections.out, 64),
         (model.head, 64),
     ):
         for parameter in (layer.kernel, layer.bias):

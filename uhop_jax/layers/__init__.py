@@ -4,8 +4,15 @@ r"""Hopfield layers for Flax NNX models: attention as retrieval, with or without
 
 `R` holds the states (queries), `Y` the stored patterns (memories). `Phi` is the kernel
 with which Stage I separates the memories. Without a kernel the layer is the Hopfield
-layer of Ramsauer et al. 2020. Every layer calls `uhop_jax.retrieval`; none has an
-update of its own.
+layer of Ramsauer et al. 2020. A layer has three parts:
+
+- `Association` retrieves, head by head: separation, `beta`, updates, dropout. It calls
+  `uhop_jax.retrieval` and has no update of its own. Alone it serves every attention of
+  Flax as its `attention_fn`.
+- `Projections` are the linear maps of `Hopfield`; `StaticHopfield` has none.
+- A kernel maps states and memories to the features that are compared.
+
+`HopfieldPooling` and `HopfieldLayer` put a layer around learned states or memories.
 
 Modules own parameters and never random state: dropout takes `key=`, and no key means no
 dropout. The parameters of a kernel are `KernelParam`s, so that
@@ -15,26 +22,28 @@ dropout. The parameters of a kernel are `KernelParam`s, so that
 splits off the parameters that Stage I trains.
 """
 
-from uhop_jax.layers.association import Association
-from uhop_jax.layers.derived import HopfieldAttention, HopfieldLayer, HopfieldPooling
+from uhop_jax.layers.association import Association, Recall
+from uhop_jax.layers.derived import HopfieldLayer, HopfieldPooling
 from uhop_jax.layers.dropout import dropped
-from uhop_jax.layers.features import (
-    KernelParam,
-    LinearFeatures,
-    SeparationLosses,
-    separation_losses,
-)
+from uhop_jax.layers.features import KernelParam, LinearFeatures, SeparationFeatures
 from uhop_jax.layers.hopfield import Hopfield
+from uhop_jax.layers.learned import BiasPattern, LearnedAlpha
+from uhop_jax.layers.separated import SeparationLosses, separation_losses
+from uhop_jax.layers.static import StaticHopfield
 
 __all__ = [
     "Association",
+    "BiasPattern",
     "Hopfield",
-    "HopfieldAttention",
     "HopfieldLayer",
     "HopfieldPooling",
     "KernelParam",
+    "LearnedAlpha",
     "LinearFeatures",
+    "Recall",
+    "SeparationFeatures",
     "SeparationLosses",
+    "StaticHopfield",
     "dropped",
     "separation_losses",
 ]

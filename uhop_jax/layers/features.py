@@ -1,4 +1,4 @@
-"""Kernels in models: feature maps that Stage I learns, and their separation loss."""
+"""Kernels in models: feature maps that Stage I learns."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from uhop_jax._checks import (
     check_choice,
@@ -16,7 +15,6 @@ from uhop_jax._checks import (
     check_rngs,
     check_sizes,
 )
-from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
 
 STARTS = ("identity", "random", "uniform")
 
@@ -40,27 +38,33 @@ class KernelParam(nnx.Param):
     """A parameter of a kernel, which Stage I trains."""
 
 
-class SeparationRecord(nnx.Intermediate):
-    """Loss and gap of each call of a layer, gathered for `separation_losses`.
+class SeparationFeatures(NamedTuple):
+    """The features that a kernel must separate, of each memory set.
 
-    The numbers are a flat tuple `(loss, gap, loss, gap, ...)`; the metadata are the
-    options of `separation_losses`.
+    Attributes:
+      features: `(*sets, S, D)`, one row for each pattern.
+      where: `(*sets, S)`, true for valid patterns; None if all are.
     """
 
-    def extended(self, kernel: Any, patterns: Array, where: Array | None) -> Any:
-        """The record with one more call, whose loss is on the features of `patterns`.
+    features: Float[Array, "*sets S D"]
+    where: Bool[Array, "*sets S"] | None
 
-        Patterns are `(*sets, S, d)`; `where (*sets, S)` is true for valid patterns.
-        """
+
+class SeparationRecord(nnx.Variable):
+    """Losses of the calls of one layer: a tuple `(loss, gap, loss, gap, ...)`.
+
+    The metadata are the options of `separation_losses`. A layer with a record extends
+    it at each call. `nnx.scan` and `nnx.vmap` stack the numbers of stacked layers.
+    """
+
+    def extended(self, separated: SeparationFeatures) -> Any:
+        """The record after one more call."""
         options = self.get_metadata()
-        loss, through = options["loss"], options["through"]
-        features = kernel(patterns if through else lax.stop_gradient(patterns))
-        *_, number, dimension = features.shape
-        if where is not None:
-            where = jnp.broadcast_to(where, features.shape[:-1])
-            number = where.sum(-1)
+        loss = options["loss"]
+        features, where = separated
+        number = features.shape[-2] if where is None else where.sum(-1)
         value = loss(features, where=where)
-        gap = value - loss.least(number, dimension).astype(value.dtype)
+        gap = value - loss.least(number, features.shape[-1]).astype(value.dtype)
         return self.replace((*jax.tree.leaves(self), value.mean(), gap.mean()))
 
 
@@ -126,70 +130,16 @@ class LinearFeatures(nnx.Module):
         return features + self.bias[...].astype(features.dtype)
 
 
-class SeparationLosses(NamedTuple):
-    """Result of `separation_losses`: means over the memory sets that a layer sees.
-
-    Attributes:
-      loss: `(layers,)`, the separation loss of each layer's kernel.
-      gap: `(layers,)`, the loss minus its `least` value. Stage I cannot lower a loss
-        whose gap is zero.
-    """
-
-    loss: Float[Array, " layers"]
-    gap: Float[Array, " layers"]
-
-
-def separation_losses(
-    model: nnx.Module,
-    *inputs: Any,
-    loss: SeparationLoss = AverageLoss(),
-    through: bool = False,
-    **options: Any,
-) -> SeparationLosses:
-    """Separation loss of the kernel of each layer, in one forward pass.
-
-    The memories that a layer sees are constants: a loss has gradients in the kernel of
-    its own layer alone. With `through`, gradients also reach the layers before it. The
-    model does not change, nor do its random streams and statistics.
-
-    Args:
-      model: a module with `Hopfield` layers that have a kernel.
-      *inputs: positional arguments of the model.
-      loss: the separation loss; its `t` is a number, not an array.
-      through: let gradients pass through the memories to the layers before, as the
-        authors' code does.
-      **options: keyword arguments of the model.
-
-    Returns:
-      `SeparationLosses`, one entry for each layer, in the order of their paths. A layer
-      that is called twice has two entries; stacked layers (`nnx.vmap`, `nnx.scan`) have
-      one each.
-
-    Raises:
-      ValueError: if no layer has a kernel, or `loss` is no separation loss.
-    """
-    check_loss(loss)
-    model = nnx.clone(model)  # the model may be a constant of a trace
-    for node in modules_of(model):
-        node.separation_record = SeparationRecord((), loss=loss, through=through)
-    model(*inputs, **options)
-    records = [x for x in nnx.iter_graph(model) if isinstance(x[1], SeparationRecord)]
-    records.sort(key=lambda x: [(isinstance(key, str), key) for key in x[0]])
-    calls = [jax.tree.leaves(record) for _, record in records]
-    losses = [x.reshape(-1) for numbers in calls for x in numbers[::2]]
-    gaps = [x.reshape(-1) for numbers in calls for x in numbers[1::2]]
-    if not losses:
-        raise ValueError("the model has no Hopfield layer with a kernel")
-    return SeparationLosses(jnp.concatenate(losses), jnp.concatenate(gaps))
-
-
 def modules_of(module: nnx.Module) -> list[Any]:
     """The module and all modules within it."""
     return [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Module)]
 
 
 def as_kernel(module: Any) -> Any:
-    """The module, or the one that a function makes, with `KernelParam`s for `Param`s.
+    """The module, or the one that a function makes, as a kernel of a layer.
+
+    A module that has other parameters than `KernelParam`s is left as it is, and a copy
+    with `KernelParam`s in their place returned.
 
     Raises:
       ValueError: if `module` is neither, or has parameters outside of attributes.
@@ -202,6 +152,9 @@ def as_kernel(module: Any) -> Any:
             f"{module!r}"
         )
     other = nnx.All(nnx.Param, nnx.Not(KernelParam))
+    if not jax.tree.leaves(nnx.state(module, other)):
+        return module
+    module = nnx.clone(module)
     converted: dict[int, nnx.Variable] = {}  # a parameter in two places stays one
     for node in modules_of(module):
         for name, x in list(vars(node).items()):

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from uhop_jax._checks import broadcast_rows, is_traced
 
@@ -59,7 +59,7 @@ def extended_mask(
 def attention_mask(
     mask: Any, is_causal: bool, shape: tuple[int, ...]
 ) -> tuple[Bool[Array, "..."], Bool[Array, ""] | None]:
-    """The mask of `HopfieldAttention` as an association mask.
+    """The mask of an attention of Flax, as an association has it.
 
     Args:
       mask: broadcasts to `shape`; boolean, or of 0 and 1 in any dtype; or None.
@@ -67,8 +67,8 @@ def attention_mask(
       shape: `(*batch, heads, L, S)` of the weights.
 
     Returns:
-      The association mask `(*batch, 1 or heads, L, S)`, and a flag, true if a traced
-      mask has values other than 0 and 1; the flag is None if such values are excluded.
+      The mask `(*batch, 1 or heads, L, S)`, and a flag, true if a traced mask has
+      values other than 0 and 1; the flag is None if such values are excluded.
 
     Raises:
       ValueError: if the mask does not broadcast, or it is not traced and has values
@@ -93,6 +93,13 @@ def attention_mask(
     heads = mask.shape[-3] if mask.ndim > 2 else 1
     mask = jnp.broadcast_to(mask, (*shape[:-3], heads, *shape[-2:]))
     return jnp.tril(mask) if is_causal else mask, invalid
+
+
+def zero_unless(
+    valid: Bool[Array, "*rows"], x: Float[Array, "*rows size"]
+) -> Float[Array, "*rows size"]:
+    """`x` with the rows that are not valid zero."""
+    return jnp.where(valid[..., None], x, jnp.zeros((), x.dtype))
 
 
 def _checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:

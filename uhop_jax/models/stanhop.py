@@ -19,7 +19,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from uhop_jax._checks import check_choice, check_count, check_rngs, is_traced
-from uhop_jax.layers import Hopfield, HopfieldLayer, HopfieldPooling, dropped
+from uhop_jax.layers import (
+    Association,
+    Hopfield,
+    HopfieldLayer,
+    HopfieldPooling,
+    LearnedAlpha,
+    dropped,
+)
 from uhop_jax.layers.features import modules_of
 from uhop_jax.separation import Entmax, Separation
 
@@ -108,13 +115,13 @@ class STanHop(nnx.Module):
             _Builder,
             options={
                 "num_heads": num_heads,
-                "dropout": dropout,
-                "separation": Entmax(1.5) if separation is None else separation,
-                "learn_alpha": separation is None,
                 "kernel": kernel,
                 "weight_init": nnx.initializers.zeros,  # `start_linear_maps` draws them
+                "out_size": 0 if preset == "released" else None,
                 **dtypes,
             },
+            dropout=dropout,
+            separation=separation,
             alpha_start=alpha_start,
             alpha_per_head=alpha_per_head,
             released=preset == "released",
@@ -237,13 +244,25 @@ def segments_of(
 class _Builder:
     """Builds the layers of a model, all with the model's options."""
 
-    def __init__(self, *, size, options, alpha_start, alpha_per_head, released, rngs):
+    def __init__(
+        self,
+        *,
+        size,
+        options,
+        dropout,
+        separation,
+        alpha_start,
+        alpha_per_head,
+        released,
+        rngs,
+    ):
         self.size, self.options, self.released, self.rngs = (
             size,
             options,
             released,
             rngs,
         )
+        self.dropout, self.separation = dropout, separation
         self.alpha_start, self.alpha_per_head = alpha_start, alpha_per_head
         self.dtypes = {name: options[name] for name in ("dtype", "param_dtype")}
 
@@ -261,44 +280,46 @@ class _Builder:
     def mlp(self, hidden: int) -> "MLP":
         return MLP(self.linear(self.size, hidden), self.linear(hidden, self.size))
 
-    def association(self, **options: Any) -> Any:
+    def association(self) -> Any:
         """A generalised sparse Hopfield layer (GSH)."""
-        return self._finished(Hopfield(self.size, rngs=self.rngs, **self._all(options)))
+        layer = self._layer()
+        return self._finished(layer, layer)
 
     def pooling(self, quantity: int, sets: tuple[int, ...]) -> Any:
         """Pooling by learned queries; in the release, lookup in learned memories."""
+        layer = self._layer()
+        around: Any
         if self.released:
-            layer: Any = HopfieldLayer(
-                self.size, quantity, rngs=self.rngs, **self._all({})
-            )
+            around = HopfieldLayer(layer, quantity, rngs=self.rngs)
         else:
-            layer = HopfieldPooling(
-                self.size, quantity, sets=sets, rngs=self.rngs, **self._all({})
-            )
-        return self._finished(layer)
+            around = HopfieldPooling(layer, quantity, sets=sets, rngs=self.rngs)
+        return self._finished(layer, around)
 
-    def _all(self, options: Any) -> dict[str, Any]:
-        """Options of a layer: the model's, and `options` over them."""
-        options = self.options | options
-        heads = options["num_heads"]
-        if options["learn_alpha"] and self.alpha_per_head:
-            options["separation"] = Entmax(np.full(heads, 1.5))
-        return options | {"project_out": not self.released}
+    def _layer(self) -> Hopfield:
+        """A layer with an association of its own."""
+        separation = self.separation
+        if separation is None:
+            heads = self.options["num_heads"]
+            start = Entmax(np.full(heads, 1.5) if self.alpha_per_head else 1.5)
+            dtype = self.dtypes["param_dtype"]
+            separation = LearnedAlpha(start, param_dtype=dtype)
+        association = Association(separation, dropout=self.dropout)
+        return Hopfield(self.size, association, rngs=self.rngs, **self.options)
 
-    def _finished(self, layer: Any) -> Any:
+    def _finished(self, layer: Hopfield, around: Any) -> Any:
         """The layer with the start of its `alpha` and, if released, scrambled heads."""
-        association = getattr(layer, "association", layer)
-        if self.options["learn_alpha"]:
-            raw = association.alpha[...]
+        if self.separation is None:
+            learned: Any = layer.association.separation
+            alpha = learned.raw
             if self.alpha_start is None:
-                raw = jax.random.normal(self.rngs.params(), raw.shape, raw.dtype)
+                key = self.rngs.params()
+                alpha[...] = jax.random.normal(key, alpha.shape, alpha.dtype)
             else:
-                raw = jnp.full_like(raw, self.alpha_start)
-            association.alpha = nnx.Param(raw)
+                alpha[...] = jnp.full_like(alpha[...], self.alpha_start)
         if self.released:
             out = self.linear(self.size, self.size)
-            return ScrambledHeads(layer, out, self.options["num_heads"])
-        return layer
+            return ScrambledHeads(around, out, self.options["num_heads"])
+        return around
 
 
 class MLP(nnx.Module):

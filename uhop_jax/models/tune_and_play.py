@@ -8,9 +8,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from uhop_jax.layers import Hopfield
+from uhop_jax.layers import Association, LearnedAlpha, StaticHopfield
 from uhop_jax.models.stanhop import STanHop, start_linear_maps
-from uhop_jax.separation import Entmax
 
 
 class TuneAndPlay(nnx.Module):
@@ -54,14 +53,10 @@ class TuneAndPlay(nnx.Module):
         self.backbone = backbone
         self.windows = nnx.Variable(jnp.moveaxis(jnp.asarray(windows), -1, 0))
         self.futures = nnx.Variable(jnp.moveaxis(jnp.asarray(futures), -1, 0))
-        self.association = Hopfield(
+        self.association = StaticHopfield(
             in_len,
+            Association(LearnedAlpha(), beta=beta, learn_beta=True),
             value_size=out_len,
-            static=True,
-            separation=Entmax(1.5),
-            learn_alpha=True,
-            beta=beta,
-            learn_beta=True,
             kernel=_UnitLength(kernel),
             rngs=rngs,
         )
@@ -78,7 +73,7 @@ class TuneAndPlay(nnx.Module):
     ) -> Float[Array, "*batch out_len series"]:
         """The forecast of the backbone, with the hint; no dropout without a key."""
         retrieved = self.pseudo_labels(inputs)
-        if hasattr(self, "separation_record"):  # set by `separation_losses`
+        if self.association.record is not None:  # `separation_losses` are asked for
             return retrieved  # the backbone's kernels are frozen
         retrieved = jnp.swapaxes(retrieved, -1, -2)
         missing = -retrieved.shape[-1] % self.backbone.segment

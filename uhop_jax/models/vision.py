@@ -10,6 +10,7 @@ linear classifier.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,8 +26,13 @@ from uhop_jax._checks import (
     check_rngs,
     check_sizes,
 )
-from uhop_jax.layers import Hopfield, dropped
+from uhop_jax.layers import Association, Hopfield, dropped
 from uhop_jax.layers.features import fan_in_bound, fan_in_uniform
+
+
+def _association() -> Association:
+    """The association of a layer, by default."""
+    return Association(dropout=0.1)
 
 
 class Patches(nnx.Module):
@@ -127,8 +133,9 @@ class ViH(nnx.Module):
       patch: side of a patch in pixels.
       size: dimension of tokens.
       positions: add a learned position to each token.
-      dropout: share of the weights over the patches that is dropped. If an image is one
-        patch, a dropped weight removes the whole image.
+      association: makes the association of the layer; by default a tenth of the weights
+        over the patches is dropped. If an image is one patch, a dropped weight removes
+        the whole image.
       dtype: of the computation.
       param_dtype: of the parameters.
       rngs: for the start values.
@@ -146,7 +153,7 @@ class ViH(nnx.Module):
         patch: int = 32,
         size: int = 512,
         positions: bool = False,
-        dropout: float = 0.1,
+        association: Callable[[], Association] = _association,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -157,8 +164,8 @@ class ViH(nnx.Module):
         self.patches = Patches(
             image_shape, patch, size, positions=positions, rngs=rngs, **dtypes
         )
-        options = _starts(size) | {"dropout": dropout} | options
-        self.association = Hopfield(size, rngs=rngs, **dtypes, **options)
+        options = _starts(size) | dtypes | options
+        self.association = Hopfield(size, association(), rngs=rngs, **options)
         self.norm = nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **dtypes)
         self.head = _linear(size, classes, rngs=rngs, **dtypes)
 
@@ -186,7 +193,8 @@ class VisionHopfield(nnx.Module):
       num_heads: heads of each block.
       mlp_size: hidden width of the MLPs; `4 * size` by default.
       positions: add a learned position to each token.
-      dropout: rate of dropout on the weights of the associations.
+      association: makes the association of each block; by default a tenth of the
+        weights is dropped.
       mlp_dropout: rate of dropout on the hidden layer and the output of the MLPs.
       dtype: of the computation.
       param_dtype: of the parameters.
@@ -208,7 +216,7 @@ class VisionHopfield(nnx.Module):
         num_heads: int = 4,
         mlp_size: int | None = None,
         positions: bool = False,
-        dropout: float = 0.1,
+        association: Callable[[], Association] = _association,
         mlp_dropout: float = 0.3,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -224,10 +232,12 @@ class VisionHopfield(nnx.Module):
             image_shape, patch, size, positions=positions, rngs=rngs, **dtypes
         )
         width = 4 * size if mlp_size is None else mlp_size
-        options |= {"num_heads": num_heads, "dropout": dropout}
-        options |= {"mlp_dropout": mlp_dropout} | dtypes
+        options |= {"num_heads": num_heads, "mlp_dropout": mlp_dropout} | dtypes
         self.blocks = nnx.data(
-            [VisionBlock(size, width, rngs=rngs, **options) for _ in range(depth)]
+            [
+                VisionBlock(size, width, association(), rngs=rngs, **options)
+                for _ in range(depth)
+            ]
         )
         self.norm_tokens = nnx.LayerNorm(size, rngs=rngs, **dtypes)
         self.norm = nnx.LayerNorm(size, epsilon=1e-5, rngs=rngs, **dtypes)
@@ -257,6 +267,7 @@ class VisionBlock(nnx.Module):
         self,
         size: int,
         mlp_size: int,
+        association: Association,
         *,
         mlp_dropout: float,
         dtype: Any,
@@ -267,9 +278,8 @@ class VisionBlock(nnx.Module):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         self.norm_association = nnx.LayerNorm(size, rngs=rngs, **dtypes)
         self.norm_mlp = nnx.LayerNorm(size, rngs=rngs, **dtypes)
-        self.association = Hopfield(
-            size, rngs=rngs, **dtypes, **(_starts(size) | options)
-        )
+        options = _starts(size) | dtypes | options
+        self.association = Hopfield(size, association, rngs=rngs, **options)
         init = nnx.initializers
         dtypes |= {"kernel_init": init.xavier_uniform(), "bias_init": init.normal(1e-6)}
         self.up = nnx.Linear(size, mlp_size, rngs=rngs, **dtypes)

@@ -1,6 +1,7 @@
 """The base of all separations: masks, half precision, temperatures and checks."""
 
 import abc
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import jax
@@ -152,6 +153,18 @@ class Separation(Pytree, abc.ABC):
     def check(self) -> None:
         """Raises `ValueError` if a concrete parameter is out of range."""
         return
+
+    def specialised(self, learned: Collection[str] = ()) -> "Separation":
+        """An equal separation that may compile to less.
+
+        Args:
+          learned: names of the numbers that will change; all others stay as they are.
+
+        Returns:
+          By default the separation itself.
+        """
+        del learned
+        return self
 
     @abc.abstractmethod
     def _weights(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:

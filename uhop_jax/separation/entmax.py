@@ -5,10 +5,9 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from uhop_jax._checks import as_floating, broadcast_rows, check_at_least
+from uhop_jax._checks import as_floating, as_numbers, broadcast_rows, check_at_least
 from uhop_jax.separation._entmax import entmax_conjugate, entmax_weights
 from uhop_jax.separation._root import Power
 from uhop_jax.separation.base import Separation
@@ -59,6 +58,15 @@ class Entmax(Separation):
     def check(self):
         check_at_least("alpha", self.alpha, 1.0)
 
+    def specialised(self, learned=()):
+        """`Entmax15`, `Sparsemax`, or `Entmax` without further cases."""
+        if "alpha" not in learned:
+            alpha = as_numbers("alpha", self.alpha)
+            for fixed, separation in ((1.5, Entmax15()), (2.0, Sparsemax())):
+                if (alpha == fixed).all():
+                    return separation
+        return Entmax(self.alpha, cases=False)
+
     def margin(self):
         """`1 / (alpha - 1)`, infinite at `alpha = 1`."""
         e = jnp.asarray(self.alpha, dtype=float) - 1
@@ -76,22 +84,6 @@ class Entmax(Separation):
         if alpha.ndim == 0:
             return alpha.reshape((1,) * z.ndim)
         return broadcast_rows("alpha", alpha, z.shape[:-1])[..., None]
-
-
-def fastest_entmax(alpha: ArrayLike) -> Separation:
-    """The separation with the fastest arithmetic for an `alpha` that is known.
-
-    Args:
-      alpha: one number, or an array of numbers.
-
-    Returns:
-      `Entmax15`, `Sparsemax`, or `Entmax` without other cases.
-    """
-    numbers = np.asarray(alpha)
-    for fixed, separation in ((1.5, Entmax15()), (2.0, Sparsemax())):
-        if (numbers == fixed).all():
-            return separation
-    return Entmax(alpha, cases=False)
 
 
 def valid_alpha(alpha: Array) -> Array:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from uhop_jax._checks import check_choice
 from uhop_jax.plotting import Style
-from uhop_jax.separation import Entmax, separation_from_name
+from uhop_jax.separation import Entmax, Separation, separation_from_name
 
 
 class Arm(NamedTuple):
@@ -85,9 +85,9 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
     return looks
 
 
-def separation_options(arm: Arm, alpha: float) -> dict[str, Any]:
-    """Options of `Hopfield` for the separation of an arm, which may have an `alpha`."""
+def separation_of(arm: Arm, alpha: float) -> Separation:
+    """The separation of an arm, at the start if it is learned."""
     if arm.separation == "learned":
-        return {"separation": Entmax(alpha), "learn_alpha": True}
+        return Entmax(alpha)
     parameters = {"alpha": alpha} if arm.separation == "entmax" else {}
-    return {"separation": separation_from_name(arm.separation, **parameters)}
+    return separation_from_name(arm.separation, **parameters)

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import STanHop
 from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import arm_of, separation_options
+from uhop_jax.training.arms import arm_of, separation_of
 from uhop_jax.training.cells import ForecastCell
 
 TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
@@ -25,7 +25,7 @@ def forecast_model(
     """
     arm, options = arm_of(cell.arm), dict(config.model)
     start = options.pop("kernel_start")
-    separation = separation_options(arm, options.pop("alpha"))["separation"]
+    separation = separation_of(arm, options.pop("alpha"))
     options["separation"] = None if arm.separation == "learned" else separation
     options["scales"] = options["scales"] or 1 + (cell.horizon >= TWO_SCALES_FROM)
     options["dtype"] = jnp.dtype(options["dtype"])

@@ -8,10 +8,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
-from uhop_jax.layers import LinearFeatures
+from uhop_jax.layers import Association, LearnedAlpha, LinearFeatures
 from uhop_jax.models import ViH, VisionHopfield
 from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import arm_of, separation_options
+from uhop_jax.training.arms import arm_of, separation_of
 from uhop_jax.training.cells import ImageCell
 
 MODELS = ("vih", "transformer")
@@ -31,15 +31,21 @@ def image_model(
     check_choice("model.name", name, MODELS)
     check_choice("model.dtype", options["dtype"], DTYPES)
     dtype = jnp.dtype(options.pop("dtype"))
-    options |= separation_options(arm, options.pop("alpha"))
-    options["beta"] = options["beta"] or None
+    separation = separation_of(arm, options.pop("alpha"))
+    retrieval = {key: options.pop(key) for key in ("beta", "steps", "dropout")}
+    retrieval["beta"] = retrieval["beta"] or None
     start = options.pop("kernel_start")
-    options |= {"values": "direct" if arm.reference else "keys", "patch": cell.patch}
+    options["patch"] = cell.patch
     blocks = {key: options.pop(key) for key in ("depth", "mlp_size", "mlp_dropout")}
-    single = name == "vih"  # its states are no memories
-    kind = ViH if single else VisionHopfield
-    if not single:
+    kind = ViH if name == "vih" else VisionHopfield
+    if kind is VisionHopfield:
         options |= blocks | {"mlp_size": blocks["mlp_size"] or None}
+
+    def association() -> Association:
+        learned = arm.separation == "learned"
+        return Association(
+            LearnedAlpha(separation) if learned else separation, **retrieval
+        )
 
     def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
         def features() -> nnx.Module:
@@ -54,8 +60,9 @@ def image_model(
         return kind(
             image_shape,
             classes,
+            association=association,
             kernel=features if kernel else False,
-            separate_states=kernel and arm.reference and single,
+            value_size=size if arm.reference else None,
             dtype=dtype,
             rngs=rngs,
             **options | {"size": size},

@@ -16,6 +16,7 @@ def separation_step(
     options: StageOneOptions,
     state: TrainState,
     inputs: tuple,
+    states: bool,
     through: bool,
 ) -> TrainState:
     """One SGD step on the separation losses of all layers [algo:bi-level].
@@ -25,6 +26,7 @@ def separation_step(
       options: of Stage I.
       state: of one seed.
       inputs: arguments of the model.
+      states: whether states are separated from memories too.
       through: whether all parameters move, not only kernels.
     """
 
@@ -35,6 +37,7 @@ def separation_step(
             model,
             *inputs,
             loss=options.loss,
+            states=states,
             through=through,
         )
         return losses.loss.mean(), losses.gap.mean()

@@ -384,4 +384,7 @@ class Trainer:
     ) -> TrainState:
         """One step of Stage I on some examples."""
         inputs = self.task.inputs(self._take(self.task.train.take, arrays, index))
-        return separation_step(self.graphdef, self.stage_one, state, inputs, through)
+        states = self.task.separate_states
+        return separation_step(
+            self.graphdef, self.stage_one, state, inputs, states, through
+        )

@@ -57,6 +57,8 @@ class Task(NamedTuple):
       test: examples to be judged by.
       validation: examples by which the best checkpoint is chosen; without them the test
         split judges the epochs, and the last is chosen.
+      separate_states: whether Stage I separates states from memories too, as
+        `separation_losses` with `states`.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -66,6 +68,7 @@ class Task(NamedTuple):
     train: Split
     test: Split
     validation: Split | None = None
+    separate_states: bool = False
 
     @property
     def judge(self) -> str:

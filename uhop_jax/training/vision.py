@@ -20,7 +20,7 @@ from uhop_jax._files import shown_name, user_path
 from uhop_jax.data import Images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 from uhop_jax.training.application import Application, Rows
-from uhop_jax.training.arms import styles
+from uhop_jax.training.arms import arm_of, styles
 from uhop_jax.training.cells import ImageCell
 from uhop_jax.training.image_model import image_model
 from uhop_jax.training.judging import Goal
@@ -299,7 +299,10 @@ def task_of(config: ConfigDict, cell: ImageCell, train: Images, test: Images) ->
     if cell.size:
         seen = seen._replace(size=cell.size, drawn_from=seen.size)
     build = image_model(config, cell, shape, classes)
-    return Task(build, score, inputs, changed, seen, split_of(test))
+    # The state of a ViH, its class token, is not among its memories.
+    states = arm_of(cell.arm).reference and config.model.name == "vih"
+    test_split = split_of(test)
+    return Task(build, score, inputs, changed, seen, test_split, separate_states=states)
 
 
 def _rows(arrays: Mapping[str, Array], index: Array) -> Batch:

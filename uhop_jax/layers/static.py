@@ -1,0 +1,75 @@
+"""The static layer: an association without projections."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from uhop_jax._checks import check_count, check_sizes
+from uhop_jax.layers.association import Association, map_head_axis
+from uhop_jax.layers.base import Kernel, Layer, feature_size
+from uhop_jax.layers.inputs import Sizes
+
+
+class StaticHopfield(Layer):
+    """One head without projections: the functional core as a layer.
+
+    Args:
+      size: dimension of states and memories.
+      association: as in `Hopfield`.
+      value_size: dimension of separate values; `size` by default.
+      normalize: which LayerNorms there are: of `state`, `memory` and `value`, as they
+        come in; and of `pattern`, states and memories after the kernel.
+      kernel: as in `Hopfield`.
+      dtype: of norms and kernel; None follows inputs and parameters.
+      param_dtype: of the parameters.
+      rngs: for the start values.
+
+    Raises:
+      ValueError: as `Hopfield`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        association: Association | None = None,
+        *,
+        value_size: int | None = None,
+        normalize: Sequence[str] = (),
+        kernel: Kernel = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_count("size", size, 1)
+        check_sizes(value_size=value_size)
+        sizes = Sizes(size, size, size if value_size is None else value_size, 1)
+        super().__init__(
+            sizes, association, normalize, kernel, dtype, param_dtype, rngs
+        )
+        self.norm_query: Any = nnx.data(None)
+        self.norm_key: Any = nnx.data(None)
+        if self.kernel is not None:
+            size = feature_size(self.kernel, size, param_dtype)
+        if "pattern" in normalize:
+            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+            self.norm_query = nnx.LayerNorm(size, **options)
+            self.norm_key = nnx.LayerNorm(size, **options)
+
+    def _recalled(self, state, mapped, memories, read, inputs, key, energies):
+        del memories
+        query, keys, read = (x[..., None, :] for x in (state, mapped, read))
+        if self.norm_query is not None:
+            query, keys = self.norm_query(query), self.norm_key(keys)
+        query = jnp.broadcast_to(query, (*inputs.batch, *query.shape[-3:]))
+        recall = self.association.associate(
+            query,
+            keys,
+            read,
+            where=inputs.where,
+            key=key,
+            size=self.sizes.state,
+            energies=energies,
+        )
+        return map_head_axis(recall, jnp.squeeze)
