@@ -14,7 +14,7 @@ from uhop_jax import _fast
 
 
 def fast(rounds: int) -> list[dict[str, Any]]:
-    """The k-th largest entry of rows, and a mask of dropout."""
+    """The k-th largest entry of rows, a logarithm of entmax, a mask of dropout."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(256, 10_000)), jnp.float32)
     rows = []
     for k in (1, 10, 100):
@@ -23,6 +23,23 @@ def fast(rounds: int) -> list[dict[str, Any]]:
         calls = {"XLA's sort": lambda f=by_sort: f(z), "bits": lambda f=by_bits: f(z)}
         title = f"k-th largest of (256, 10000), k = {k}, float32"
         rows += compare(title, "XLA's sort", calls, rounds)
+    x, e = -jnp.abs(z) / 2, jnp.full((1, 1), 0.3, jnp.float32)
+
+    def total(function: Any) -> Any:
+        """Twenty evaluations, about as many as entmax needs for its root."""
+
+        def run(x: Any, e: Any) -> Any:
+            shifts = jnp.linspace(0.0, 1.0, 20)
+            return jax.lax.map(lambda s: jnp.exp(function(x - s, e)).sum(), shifts)
+
+        return jax.jit(run)
+
+    by_log1p, by_polynomial = map(total, (_fast.plain_log_exp, _fast.log_exp))
+    calls = {
+        "jnp.log1p": lambda: by_log1p(x, e),
+        "polynomial": lambda: by_polynomial(x, e),
+    }
+    rows += compare("log1p(e x) / e, (256, 10000)", "jnp.log1p", calls, rounds)
     key, shape = jax.random.key(0), (32, 8, 128, 128)
     drawn = jax.jit(lambda key: _fast.plain_kept(key, shape, 0.1))
     hashed = jax.jit(lambda key: _fast.kept(key, shape, 0.1))

@@ -36,3 +36,14 @@ def test_masks_of_dropout(rate):
     pairs += [(one, np.roll(one, 1, axis)) for axis in range(3)]
     for a, b in pairs:
         assert abs((a * b).mean() / variance) <= 4 / one.size**0.5
+
+
+@pytest.mark.parametrize("e", [0.0, 1e-6, 0.3, 0.99])
+def test_logarithm_of_entmax(e):
+    x = -(10.0 ** np.linspace(-8, 0, 2001))
+    x = jnp.asarray(np.concatenate([x, -x[::-1], [0.0]]), jnp.float32)
+    x = x[x * e > -0.9]
+    exact = _fast.plain_log_exp(x.astype(jnp.float64), jnp.asarray(e))
+    for function in (_fast.log_exp, _fast.plain_log_exp):
+        result = function(x, jnp.asarray(e, jnp.float32))
+        np.testing.assert_allclose(result, exact, rtol=1e-6)

@@ -15,7 +15,13 @@ from test_train_script import assert_same_run, records, script, state_of
 
 from uhop_jax import data, paper, plotting
 from uhop_jax.models import baselines
-from uhop_jax.training import ARMS, Trainer, best_state, train_and_evaluate
+from uhop_jax.training import (
+    ARMS,
+    Trainer,
+    best_state,
+    forecast_report,
+    train_and_evaluate,
+)
 from uhop_jax.training.forecasting import Forecasting
 
 TINY = {
@@ -282,7 +288,7 @@ def test_files_of_similar_names_have_separate_runs(tmp_path, names):
     assert len(set(places)) == len(places) == 4
     assert all(len(place.rpartition("/")[2]) < 150 for place in places)
     rows = [
-        study._record(cell)
+        forecast_report.record(cell)
         | {"parameters": 9, "validation_loss": 1.0}
         | {"test_mse": 1.0, "test_mae": 1.0}
         for cell in study.cells()
@@ -327,10 +333,10 @@ def test_the_table_shows_the_numbers_of_the_paper():
     assert len(study.cells()) == 3 * 4 * 4 * 3
     assert len({cell.title for cell in study.cells()}) == 144
     cell = study.cells()[0]._replace(data="wth", horizon=720)
-    record = study._record(cell._replace(arm="GSH + U-Hop"))
+    record = forecast_report.record(cell._replace(arm="GSH + U-Hop"))
     assert (record["paper_mse"], record["paper_mae"]) == (0.603, 0.589)
-    assert study._record(cell._replace(arm="GSH"))["paper_mse"] == 0.601
-    assert study._record(cell._replace(arm="linear"))["paper_mse"] == ""
+    assert forecast_report.record(cell._replace(arm="GSH"))["paper_mse"] == 0.601
+    assert forecast_report.record(cell._replace(arm="linear"))["paper_mse"] == ""
     pairs = [(row.plain[0], row.uhop[0]) for row in paper.FORECASTS.values()]
     signs = [np.sign(plain - uhop) for plain, uhop in pairs]
     assert [signs.count(s) for s in (1, 0, -1)] == [7, 1, 4]  # wins, ties, losses
@@ -347,7 +353,7 @@ def test_several_windows(path):
     rows = []
     for cell in cells:  # validation chooses the window with the higher test error
         chosen = cell.window == (8 if cell.horizon == 4 else 12)
-        row = study._record(cell) | {"parameters": 9, "test_mae": 1.0}
+        row = forecast_report.record(cell) | {"parameters": 9, "test_mae": 1.0}
         row |= {
             "validation_loss": 1 - 0.1 * chosen + cell.seed,
             "test_mse": 2.0 + chosen,

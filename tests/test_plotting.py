@@ -240,7 +240,7 @@ def test_a_figure_of_forecasts_has_the_target(drawn, columns, shown):
 
 def with_words(words):
     """Parts of a figure of each kind, with `words` wherever a caller may write."""
-    curves = {x: plotting.Series([1, 2], [1.0, 2.0], [0, 0]) for x in (words, "other")}
+    curves = {x: plotting.Curve([1, 2], [1.0, 2.0], [0, 0]) for x in (words, "other")}
     groups = {words: {words: (1.0, 0.1)}}
     plane = np.arange(3.0), np.arange(4.0), np.arange(12.0).reshape(4, 3)
     steps = np.arange(16.0).reshape(1, 8, 2)
@@ -279,7 +279,7 @@ def test_words_are_drawn_as_they_are(kind, places, words, tmp_path, monkeypatch)
 def test_powers_of_ten_at_ticks_are_mathematics(tmp_path, monkeypatch):
     drawn, draw = set(), Text.draw
     monkeypatch.setattr(Text, "draw", lambda text, x: drawn.add(text) or draw(text, x))
-    curve = plotting.Series(10.0 ** np.arange(20), np.arange(20.0), np.zeros(20))
+    curve = plotting.Curve(10.0 ** np.arange(20), np.arange(20.0), np.zeros(20))
     part = plotting.Panel("", {"a": curve}, "x", "y", "log")
     plotting.panels(tmp_path / "a.png", [part])
     powers = [text for text in drawn if "10^" in text.get_text()]

@@ -34,10 +34,10 @@ from uhop_jax import (
 from uhop_jax.corruption import Corruption
 from uhop_jax.data.patterns import check_scale
 from uhop_jax.experiments import cells, compare, evaluation, methods, sweep, variants
+from uhop_jax.experiments.answers import CalibratedMemory
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import meaning, resolve
-from uhop_jax.experiments.query import CalibratedMemory
 
 ROOT = Path(__file__).parent.parent
 CONFIG = runpy.run_path(str(ROOT / "configs" / "retrieval.py"))

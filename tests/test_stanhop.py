@@ -14,7 +14,8 @@ from scipy.optimize import brentq
 
 from uhop_jax.layers import KernelParam, LinearFeatures, separation_losses
 from uhop_jax.models import STanHop, TuneAndPlay
-from uhop_jax.models.stanhop import Merge, segments_of
+from uhop_jax.models.stanhop import segments_of
+from uhop_jax.models.stanhop_parts import Merge
 
 SMALL = {"size": 8, "mlp_size": 12, "num_heads": 2, "segment": 4, "pooled": 3}
 

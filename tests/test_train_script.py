@@ -133,11 +133,11 @@ def test_a_study_holds_no_trainer(tmp_path, monkeypatch):
             made.append(weakref.ref(self))
 
     monkeypatch.setattr("uhop_jax.training.application.Trainer", Watched)
-    changes = {"arms": ("MHM", "MHM + U-Hop, warm-up"), "train.epochs": 1}
+    changes = {"arms": ("MHM + U-Hop, warm-up",), "train.epochs": 1}
     train_and_evaluate(tiny(**changes), tmp_path)
     train_and_evaluate(tiny(**changes, eval_only=True), tmp_path)
     gc.collect()
-    assert len(made) == 6 and all(trainer() is None for trainer in made)
+    assert len(made) == 3 and all(trainer() is None for trainer in made)
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):

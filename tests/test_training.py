@@ -15,7 +15,7 @@ from flax import nnx
 
 from uhop_jax import DeepLoss
 from uhop_jax.data import Images, labelled_images
-from uhop_jax.layers import KernelParam, separation_losses
+from uhop_jax.layers import Association, KernelParam, separation_losses
 from uhop_jax.models import ViH
 from uhop_jax.training import (
     ARMS,
@@ -376,7 +376,8 @@ def test_one_patch_is_warned_about():
     with pytest.warns(UserWarning, match="every weight is 1"):
         config = config_of("vision")
         config.model.size = 8
-        task_of(config, ImageCell("MHM", 0, 8), digits(), digits())
+        task = task_of(config, ImageCell("MHM", 0, 8), digits(), digits())
+        task.build(nnx.Rngs(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer_of()
@@ -387,14 +388,15 @@ def test_with_one_memory_sparse_and_dense_are_one_model():
     """The paper's CIFAR setting, with the kernel too."""
     images = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 4, 1)))
 
-    def logits_and_slopes(**options):
+    def logits_and_slopes(separation="softmax", **options):
+        options["association"] = lambda: Association(separation)
         model = ViH((4, 4, 1), 5, patch=4, size=8, rngs=nnx.Rngs(0), **options)
         graphdef, state = nnx.split(model)
         logits, pull = jax.vjp(lambda s: nnx.merge(graphdef, s)(images), state)
         slope = pull(jnp.sin(logits))[0]
         return logits, jax.tree.leaves(nnx.filter_state(slope, nnx.Not(KernelParam)))
 
-    dense = logits_and_slopes(separation="softmax")
+    dense = logits_and_slopes()
     for options in ({"separation": "sparsemax"}, {"kernel": True}):
         for a, b in zip(
             jax.tree.leaves(dense),

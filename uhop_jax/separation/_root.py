@@ -27,6 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from uhop_jax._fast import log_exp
+
 MAX_STEPS = 128
 
 
@@ -49,15 +51,8 @@ def exp_and_slope(u: Array, s: Array, e: Array, power: Power) -> tuple[Array, Ar
     x = u - s
     b = 1.0 + e * x
     inside = b > 0
-    p = jnp.where(inside, jnp.exp(_log_exp(x, e)), 0.0)
+    p = jnp.where(inside, jnp.exp(log_exp(x, e)), 0.0)
     return p, jnp.where(inside, p / b, 0.0)
-
-
-def _log_exp(x: Array, e: Array) -> Array:
-    """`log exp_e(x)` where `exp_e(x)` is positive; `x` itself at e = 0."""
-    y = e * x
-    inverse = 1.0 / jnp.where(e == 0, 1.0, e)
-    return jnp.where(e == 0, x, jnp.log1p(jnp.where(y > -1, y, 0.0)) * inverse)
 
 
 def _log_sum(f: Array, e: Array) -> Array:
