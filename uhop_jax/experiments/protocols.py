@@ -26,7 +26,8 @@ from uhop_jax.experiments.methods import (
     Settings,
 )
 from uhop_jax.kernels import Identity, Kernel
-from uhop_jax.separation import Polynomial, Softmax, TopK
+from uhop_jax.separation import Polynomial, Softmax
+from uhop_jax.separation.forms import Largest
 from uhop_jax.similarity import (
     Cosine,
     Dot,
@@ -118,7 +119,7 @@ def meaning(name: str) -> str:
     method = methods[name]
     family = _FAMILIES[method.family.split()[0]] if method.family else ""
     separation = type(method.separation).__name__.lower()
-    nearest = isinstance(method.separation, TopK)
+    nearest = method.separation.form == Largest(1)
     return f"{_SIMILARITIES[method.similarity]}{family}; " + (
         "the nearest memory alone" if nearest else separation
     )
