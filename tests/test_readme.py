@@ -51,6 +51,16 @@ def test_links_lead_to_files(page):
         assert (page.parent / target).exists(), target
 
 
+def test_parts_of_the_readme_on_the_site_have_no_links_to_files():
+    """The site shows these parts in another directory; mkdocs does not check them."""
+    parts = re.findall(
+        r"--8<-- \[start:(\w+)\](.*?)--8<-- \[end:\1\]", README, re.DOTALL
+    )
+    assert {name for name, _ in parts} >= {"about", "start", "use", "results"}
+    for name, text in parts:
+        assert not re.findall(r"\]\(([^)#:]+)\)", text), name
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_links_of_notebooks_lead_to_files(path):
     cells = json.loads(path.read_text())["cells"]
