@@ -171,7 +171,10 @@ class Separation(Pytree, abc.ABC):
         """Weights, zero where `z` is `-inf`."""
 
     def _conjugate(self, z: Float[Array, "*batch M"]) -> Float[Array, "*batch"]:
-        """The convex function of each row, zero for a row of `-inf`."""
+        """The convex function of each row, zero for a row of `-inf`.
+
+        A separation that leaves it undefined has no conjugate, see `has_conjugate`.
+        """
         raise NotImplementedError
 
     def _tempered(self, overlaps: Array, beta: Array, where: Any) -> Array:
