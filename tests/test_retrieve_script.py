@@ -623,6 +623,7 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
     np.save("seen.npy", seen)
     np.save("queries.npy", digits.values[:9] * seen)
     common = {"data.name": "digits.npy", "queries": "queries.npy"}
+    common["corruption.kind"] = "mask"
     common |= {k: v for k, v in changes.items() if k == "observed"}
     experiments.run(query_config(**common), tmp_path / "whole")
     experiments.run(query_config(**common | changes), tmp_path / "run")
