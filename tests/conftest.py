@@ -1,6 +1,7 @@
 """Strict JAX for every test, and shared helpers and fixtures."""
 
 import atexit
+import gc
 import inspect
 import json
 import os
@@ -198,6 +199,13 @@ def slow_where(condition):
     return pytest.mark.slow_where.with_args(condition)
 
 
+def pytest_collection_finish():
+    """Modules and traces stay for the whole session: garbage is looked for less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+
+
 def pytest_collection_modifyitems(config, items):
     choices = {}
     for item in items:
@@ -215,8 +223,10 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"slow_where chooses {which} of {name}")
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Prints the number of stale result files."""
+def pytest_terminal_summary(terminalreporter, config):
+    """Prints the number of stale result files, after the whole suite."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
     sys.path.insert(0, str(ROOT / "scripts"))
     import files
 
