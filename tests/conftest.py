@@ -200,7 +200,7 @@ def slow_where(condition):
 
 
 def pytest_collection_finish():
-    """Modules and traces stay for the whole session: garbage is looked for less often."""
+    """Modules and traces stay for the whole session: garbage is sought less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
