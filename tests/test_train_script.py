@@ -473,6 +473,7 @@ def test_two_processes_train_as_one(tmp_path):
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     one, two = (records(tmp_path / name / "metrics.csv") for name in ("one", "two"))
     assert len(one) == len(two) == 2
     for first, second in zip(one, two, strict=True):
