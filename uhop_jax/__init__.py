@@ -6,6 +6,7 @@ retrieval dynamics and energies, Stage I, calibration.
 """
 
 from uhop_jax._pytree import Pytree
+from uhop_jax.blind import BlindCalibration, calibrate_blind
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.closed_form import fit_closed_form
 from uhop_jax.corruption import Mask, Noise, NormNoise
@@ -74,6 +75,7 @@ from uhop_jax.uhop_plus import fit_annealed
 
 __all__ = [
     "AverageLoss",
+    "BlindCalibration",
     "Calibration",
     "Centering",
     "Convergence",
@@ -112,6 +114,7 @@ __all__ = [
     "Trajectory",
     "bounded_alpha",
     "calibrate",
+    "calibrate_blind",
     "check",
     "converge",
     "energy",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from uhop_jax._checks import (
     as_floating,
@@ -21,7 +21,7 @@ from uhop_jax._products import contract
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import LikelihoodKernel, bins
 
-_BINS = 65
+BINS = 65
 _EVEN = 16  # edges on an even grid
 _FREQUENT = 8  # an atom is at least one in so many values
 _SAMPLE = 100_000  # about how many values determine the edges
@@ -79,7 +79,7 @@ def fit_likelihood(
     if copies is not None:
         check_count("copies", copies, 1)
     if rank is not None:
-        check_count("rank", rank, 1, _BINS)
+        check_count("rank", rank, 1, BINS)
     memories = as_floating(memories, "memories")
     check_memory_set(memories, distinct=False)
     # Counts are piecewise constant in the memories.
@@ -92,7 +92,7 @@ def fit_likelihood(
 
     def run(key: PRNGKeyArray, memories: Array) -> LikelihoodKernel:
         counts, edges = _counts(key, memories, corruption, copies)
-        memory_table, query_table = _factors(counts)
+        memory_table, query_table = factors(counts)
         return LikelihoodKernel(memory_table, query_table, edges, d)
 
     if not sets:
@@ -110,23 +110,23 @@ def _counts(
     """Counts `(stored bin, query bin)` of component values, and the edges of bins."""
     keys = jax.random.split(key, copies)
     queries, observed = jax.vmap(lambda key: corruption(key, memories))(keys)
-    edges = _edges(_sample(memories), _sample(queries, observed))
+    edges = edges_of(memories, queries, observed)
     stored = jnp.broadcast_to(bins(memories, edges), queries.shape)
-    pairs = stored * _BINS + bins(queries, edges)
-    number = _BINS * _BINS
+    pairs = stored * BINS + bins(queries, edges)
+    number = BINS * BINS
     if observed is not None:  # unobserved values go to one more count, dropped below
         pairs = jnp.where(observed, pairs, number)
     counts = jnp.bincount(pairs.ravel(), length=number + 1)[:number]
-    return counts.reshape(_BINS, _BINS).astype(memories.dtype), edges
+    return counts.reshape(BINS, BINS).astype(memories.dtype), edges
 
 
 @jax.jit  # apart from `_counts`, since it is one program for all memories
-def _factors(counts: Array) -> tuple[Array, Array]:
+def factors(counts: Float[Array, "K K"]) -> tuple[Array, Array]:
     """Tables of memories and queries, whose product is the table of log-probabilities.
 
     Log-probabilities are up to a constant of the query.
     """
-    table = jnp.log(_probabilities(counts))
+    table = jnp.log(probabilities(counts))
     rows, columns = _weights(counts.sum(1)), _weights(counts.sum(0))
     # The mean over stored values is a constant of the query.
     table -= contract(rows**2 / (rows**2).sum(), table.T)[None]
@@ -134,7 +134,7 @@ def _factors(counts: Array) -> tuple[Array, Array]:
     return u * s[None] / rows[:, None], vt.T / columns[:, None]
 
 
-def _probabilities(counts: Array) -> Array:
+def probabilities(counts: Float[Array, "K K"]) -> Float[Array, "K K"]:
     """Probability of each column in its row, smoothed by the table of coarser bins."""
     number = counts.shape[0]
     if number == 1:
@@ -142,7 +142,7 @@ def _probabilities(counts: Array) -> Array:
     pair = jnp.arange(number) // 2
     column_counts = counts.sum(0) + 0.5  # no query value is impossible
     within = column_counts / _paired(column_counts)[pair]
-    coarse = _probabilities(_paired(_paired(counts).T).T)
+    coarse = probabilities(_paired(_paired(counts).T).T)
     prior = jnp.maximum(coarse[pair][:, pair] * within[None], _FLOOR)
     total = counts.sum(1, keepdims=True)
 
@@ -194,8 +194,17 @@ def _sample(values: Array, observed: Array | None = None) -> _Sample:
     return _Sample(jnp.sort(values), observed.sum())
 
 
+def edges_of(
+    memories: Float[Array, "*rows d"],
+    queries: Float[Array, "*copies d"],
+    observed: Bool[Array, "*copies d"] | None = None,
+) -> Float[Array, " edges"]:
+    """Edges of bins that suit the values of memories and observed queries."""
+    return _edges(_sample(memories), _sample(queries, observed))
+
+
 def _edges(memories: _Sample, queries: _Sample) -> Array:
-    """Edges of `_BINS` bins: two edges for each atom, an even grid, and quantiles.
+    """Edges of `BINS` bins: two edges for each atom, an even grid, and quantiles.
 
     An atom is an end of the range of memories or queries, where clamping puts many
     values, or a value at least as frequent as `1 / _FREQUENT`. Its edges are the atom
@@ -219,7 +228,7 @@ def _edges(memories: _Sample, queries: _Sample) -> Array:
     low, high = values.values[values.places(jnp.asarray([1e-3, 1 - 1e-3]))]
 
     # Slots of edges: true where a quantile goes, false where an atom has its edge.
-    extra = _BINS - 1 - _EVEN - atom_edges.size
+    extra = BINS - 1 - _EVEN - atom_edges.size
     is_quantile = jnp.concatenate([jnp.ones(extra, bool), free, free])
     order = (jnp.cumsum(is_quantile) - 1).astype(joined.dtype)
     index = jnp.arange(non_atoms.size)

@@ -12,9 +12,12 @@ from uhop_jax._checks import check_choice
 from uhop_jax._pytree import Pytree
 from uhop_jax.corruption import Mask, Noise, NormNoise, scale_of
 
+_DISTANCE = 2  # pixels that `shift_noise` moves
+
 KINDS = (
     *("mask", "known_mask", "noise", "folded_noise", "norm_noise"),
-    *("block", "blur", "shift"),
+    *("salt_and_pepper", "inverted", "gamma"),
+    *("block", "blur", "shift", "shift_noise"),
 )
 
 
@@ -96,6 +99,54 @@ class FoldedNormNoise(Pytree):
 
 def _folded(patterns: Array) -> Array:
     return jnp.clip(jnp.abs(patterns), 0, 1)
+
+
+class SaltAndPepper(Pytree):
+    """Sets components, each with a probability, to 0 or 1 at random.
+
+    Attributes:
+      fraction: probability that a component is replaced, in `[0, 1]`.
+    """
+
+    fraction: ArrayLike = 0.5
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        which, values = jax.random.split(key)
+        hit = jax.random.bernoulli(which, self.fraction, patterns.shape)
+        ends = jax.random.bernoulli(values, 0.5, patterns.shape)
+        return jnp.where(hit, ends.astype(patterns.dtype), patterns)
+
+
+class Inverted(Pytree):
+    """Inverts the contrast, adds Gaussian noise and clamps to `[0, 1]`.
+
+    Attributes:
+      scale: standard deviation of the noise of each component.
+    """
+
+    scale: ArrayLike = 0.5
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        return Noise(self.scale, low=0.0, high=1.0)(key, 1 - patterns)
+
+
+class Darkened(Pytree):
+    """Darkens by `0.6 x^3`, adds Gaussian noise and clamps to `[0, 1]`.
+
+    Attributes:
+      scale: standard deviation of the noise of each component.
+    """
+
+    scale: ArrayLike = 0.5
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        return Noise(self.scale, low=0.0, high=1.0)(key, 0.6 * patterns**3)
 
 
 class HiddenSquare(Pytree):
@@ -187,6 +238,25 @@ class Shift(Pytree):
         return jnp.stack(moved)[way, jnp.arange(len(images))].reshape(patterns.shape)
 
 
+class ShiftedNoise(Pytree):
+    """Moves each image by two pixels, as `Shift`, then adds noise and clamps.
+
+    Attributes:
+      scale: standard deviation of the noise of each component.
+      shape: height, width and channels of the images.
+    """
+
+    scale: ArrayLike
+    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+
+    def __call__(
+        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
+    ) -> Float[Array, "*batch d"]:
+        way, noise = jax.random.split(key)
+        moved = Shift(_DISTANCE, self.shape)(way, patterns)
+        return Noise(self.scale, low=0.0, high=1.0)(noise, moved)
+
+
 class KnownMasks(Pytree):
     """Hides the unknown components of a mask, which is drawn for each pattern.
 
@@ -231,17 +301,18 @@ def corruption_of(
     check_choice("corruption.kinds", kind, KINDS)
     if not (math.isfinite(level) and level >= 0):
         raise ValueError(f"corruption.levels must be at least 0, got {level}")
-    if kind in ("mask", "known_mask", "block") and level > 1:
+    if kind in ("mask", "known_mask", "block", "salt_and_pepper") and level > 1:
         raise ValueError(
             f"corruption.levels of a {kind} must be in [0, 1], got {level}"
         )
-    if kind in ("block", "blur", "shift") and len(shape) != 3:
+    if kind in ("block", "blur", "shift", "shift_noise") and len(shape) != 3:
         raise ValueError(f"a {kind} needs images, got patterns of shape {shape}")
     if reference and kind not in ("mask", "noise", "norm_noise"):
         raise ValueError(
             f"the reference protocol has mask, noise and norm_noise, got {kind!r}"
         )
-    if not clamped and (reference or kind == "folded_noise"):
+    bounded = ("folded_noise", "salt_and_pepper", "inverted", "gamma", "shift_noise")
+    if not clamped and (reference or kind in bounded):
         raise ValueError(f"{kind} of this protocol needs patterns in [0, 1]")
     limits: dict[str, Any] = {} if clamped else {"low": None, "high": None}
     images = shape if len(shape) == 3 else (1, 1, shape[0])
@@ -260,6 +331,14 @@ def corruption_of(
             if reference:
                 return FoldedNormNoise(level)
             return NormNoise(level, **limits)
+        case "salt_and_pepper":
+            return SaltAndPepper(level)
+        case "inverted":
+            return Inverted(level)
+        case "gamma":
+            return Darkened(level)
+        case "shift_noise":
+            return ShiftedNoise(level, size)
         case "block":
             return HiddenSquare(level, size)
         case "blur":

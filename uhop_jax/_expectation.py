@@ -1,0 +1,323 @@
+"""Expectation maximisation of a likelihood table from queries without labels.
+
+Component values fall into bins, as in `LikelihoodKernel`. Components are dealt into
+folds. The posterior of a query over the memories from all folds but one predicts the
+components of that fold: the *predictive likelihood*
+
+    sum over queries and components j of log sum_m p(m | x outside of the fold of j)
+    T[bin of memory m at j, bin of query at j].
+
+The table `T` maximises it, so that no component confirms itself. The same number
+compares posteriors of any similarity, at any inverse temperature.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from uhop_jax._products import contract
+from uhop_jax.likelihood import factors, probabilities
+
+LEADING = 16  # memories of largest posterior that are looked at one by one
+SETTLED = 2e-3  # change of the shares of all counts at which a table has settled
+ENTRIES = 2**23  # most features of a block of memories
+
+
+class Folded(NamedTuple):
+    """Bins of templates and queries, their components dealt into folds.
+
+    Folds are filled up with components of the bin `K`, which count for nothing; so do
+    unobserved components of queries.
+
+    Attributes:
+      templates: `(N, F, e)`, bins of the memories.
+      queries: `(Q, F, e)`.
+      marginal: `(K + 1,)`, the share of each bin among the components of all queries; 1
+        for the bin `K`.
+    """
+
+    templates: Int[Array, "N F e"]
+    queries: Int[Array, "Q F e"]
+    marginal: Float[Array, " K1"]
+
+
+class Leading(NamedTuple):
+    """The memories of largest posterior of each query without each fold.
+
+    Attributes:
+      logits: `(F, Q, k)`, their log-posteriors up to a constant, at `beta = 1`.
+      places: `(F, Q, k)`, which memories they are.
+      total: `(F, Q, betas)`, the logarithm of the sum over all memories at each beta.
+    """
+
+    logits: Float[Array, "F Q k"]
+    places: Int[Array, "F Q k"]
+    total: Float[Array, "F Q B"]
+
+
+def fold(
+    templates: Int[Array, "N d"],
+    queries: Int[Array, "Q d"],
+    order: np.ndarray,
+    folds: int,
+    number: int,
+) -> Folded:
+    """Deals the components, in this order, into folds of one size.
+
+    Args:
+      templates: bins of memories.
+      queries: bins of queries; unobserved components have the bin `number`.
+      order: a permutation of the components; neighbours share a fold.
+      folds: `F`.
+      number: `K`, of bins.
+    """
+    padding = -len(order) % folds
+
+    def dealt(x: Array) -> Array:
+        x = jnp.pad(x[:, order], ((0, 0), (0, padding)), constant_values=number)
+        return x.reshape(x.shape[0], folds, -1)
+
+    counts = jnp.bincount(queries.ravel(), length=number + 1)[:number] + 0.5
+    marginal = jnp.append(counts / counts.sum(), 1.0).astype(jnp.float32)
+    small = jnp.uint8 if number < 256 else jnp.int32
+    return Folded(dealt(templates.astype(small)), dealt(queries), marginal)
+
+
+@functools.partial(jax.jit, static_argnames=("rank", "own"))
+def leading_by_likelihood(
+    data: Folded,
+    counts: Float[Array, "K K"],
+    log_prior: Float[Array, " N"],
+    betas: Float[Array, " B"],
+    *,
+    rank: int,
+    own: bool = False,
+) -> Leading:
+    """Posteriors under the table of counts, from all folds but one.
+
+    Args:
+      data: bins.
+      counts: of pairs of bins.
+      log_prior: of each template.
+      betas: inverse temperatures of `total`.
+      rank: of the table.
+      own: from all folds, in place of all but one.
+    """
+    memory_table, query_table = (
+        jnp.pad(table[:, :rank], ((0, 1), (0, 0))) for table in factors(counts)
+    )
+    Q, F, e = data.queries.shape
+    queries = query_table[data.queries].reshape(Q, F, e * rank)
+
+    def logits(first: Array, size: int) -> Array:
+        block = lax.dynamic_slice_in_dim(data.templates, first, size)
+        features = memory_table[block.astype(jnp.int32)].reshape(size, F, e * rank)
+        parts = lax.map(
+            lambda f: contract(queries[:, f], features[:, f]), jnp.arange(F)
+        )
+        prior = lax.dynamic_slice_in_dim(log_prior, first, size)
+        whole = parts.sum(0)[None]
+        return (whole if own else whole - parts) + prior
+
+    folds = 1 if own else F
+    size = max(1, ENTRIES // (F * e * rank))
+    return _leading(logits, data.templates.shape[0], (folds, Q), betas, size)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def leading_of(
+    logits: Float[Array, "F Q M"], betas: Float[Array, " B"], size: int = 2**14
+) -> Leading:
+    """Posteriors of overlaps that are at hand."""
+
+    def block(first: Array, size: int) -> Array:
+        return lax.dynamic_slice_in_dim(logits, first, size, axis=2)
+
+    return _leading(block, logits.shape[-1], logits.shape[:2], betas, size)
+
+
+def _leading(logits, number, rows, betas, size) -> Leading:
+    """The leading memories of `logits(first, size)`, block by block."""
+    size = min(size, number)
+    k = min(LEADING, number)
+
+    def add(carry: Leading, first: Array) -> tuple[Leading, None]:
+        # The last block overlaps with the block before it, which is passed over.
+        start = jnp.minimum(first, number - size)
+        z = logits(start, size)
+        seen = start + jnp.arange(size) < first
+        z = jnp.where(seen, -jnp.inf, z)
+        best, place = lax.top_k(z, min(k, size))
+        both = jnp.concatenate([carry.logits, best], -1)
+        index = jnp.concatenate([carry.places, start + place], -1)
+        kept, order = lax.top_k(both, k)
+        total = lax.map(lambda beta: jax.nn.logsumexp(beta * z, axis=-1), betas)
+        return Leading(
+            kept,
+            jnp.take_along_axis(index, order, -1),
+            jnp.logaddexp(carry.total, jnp.moveaxis(total, 0, -1)),
+        ), None
+
+    start = Leading(
+        jnp.full((*rows, k), -jnp.inf, betas.dtype),
+        jnp.zeros((*rows, k), jnp.int32),
+        jnp.full((*rows, betas.size), -jnp.inf, betas.dtype),
+    )
+    return lax.scan(add, start, jnp.arange(0, number, size))[0]
+
+
+def counted(
+    data: Folded,
+    leading: Leading,
+    beta: Array,
+    total: Array,
+    table: Array | None = None,
+) -> tuple[Array, Array]:
+    """Expected counts of pairs of bins, and of templates, at one beta.
+
+    Args:
+      data: bins.
+      leading: posteriors without the fold of a component.
+      beta: the inverse temperature.
+      total: `(F, Q)`, of `leading` at this beta.
+      table: `(K, K)`, probabilities with which a component takes part in its own
+        posterior; None leaves it out.
+    """
+    K = data.marginal.size - 1
+    padded = None if table is None else _padded(table)
+    F = data.queries.shape[1]
+
+    def add(carry, row):
+        counts, uses = carry
+        p, index, c = row
+        a = data.templates[index, jnp.arange(F)[:, None]].astype(jnp.int32)
+        pairs = a * (K + 1) + c[:, None]
+        weights = jnp.broadcast_to(p[..., None], pairs.shape)
+        if padded is not None:
+            weights = weights * padded.ravel()[pairs]
+            rest = jnp.maximum(1 - p.sum(-1), 0.0)[:, None] * data.marginal[c]
+            weights = weights / (weights.sum(1) + rest)[:, None]
+        counts = counts.at[pairs.ravel()].add(weights.ravel())
+        return (counts, uses.at[index.ravel()].add(p.ravel())), None
+
+    start = (
+        jnp.zeros((K + 1) ** 2, total.dtype),
+        jnp.zeros(data.templates.shape[0], total.dtype),
+    )
+    p = jnp.exp(beta * leading.logits - total[..., None])
+    rows = (jnp.moveaxis(p, 1, 0), jnp.moveaxis(leading.places, 1, 0), data.queries)
+    (counts, uses), _ = lax.scan(add, start, rows)
+    return counts.reshape(K + 1, K + 1)[:K, :K], uses
+
+
+def predictive(
+    data: Folded, leading: Leading, betas: Array, table: Array
+) -> Float[Array, "Q B"]:
+    """The predictive likelihood of each query at each beta, in nats.
+
+    It is relative to the shares of bins among all queries. Memories that are not among
+    the leading ones predict these shares.
+    """
+    padded = _padded(table)
+    K = data.marginal.size - 1
+    F = data.queries.shape[1]
+
+    def of_query(row):
+        logits, total, index, c = row
+        a = data.templates[index, jnp.arange(F)[:, None]].astype(jnp.int32)
+        chances = padded.ravel()[a * (K + 1) + c[:, None]] / data.marginal[c][:, None]
+
+        def at(row):
+            beta, total = row
+            p = jnp.exp(beta * logits - total[:, None])
+            rest = jnp.maximum(1 - p.sum(-1), 0.0)
+            mixed = (p[..., None] * chances).sum(1) + rest[:, None]
+            # A component that all leading memories make impossible has some chance.
+            tiny = float(jnp.finfo(mixed.dtype).tiny)
+            return jnp.log(jnp.maximum(mixed, tiny)).sum()
+
+        return lax.map(at, (betas, total.T))
+
+    rows = (leading.logits, leading.total, leading.places)
+    by_query = tuple(jnp.moveaxis(x, 1, 0) for x in rows)
+    return lax.map(of_query, (*by_query, data.queries))
+
+
+@functools.partial(jax.jit, static_argnames="rounds")
+def judged(
+    data: Folded,
+    leading: Leading,
+    betas: Float[Array, " B"],
+    counts: Float[Array, "K K"] | None = None,
+    *,
+    rounds: int = 3,
+) -> tuple[Float[Array, "Q B"], Float[Array, "K K"]]:
+    """The predictive likelihood of posteriors at each beta, under their best table.
+
+    Table and beta are improved in turn. The counts of the table are returned too.
+    """
+    middle = betas.size // 2
+    first = counts
+    if first is None:
+        first, _ = counted(data, leading, betas[middle], leading.total[..., middle])
+
+    def improve(counts: Array, _: None) -> tuple[Array, None]:
+        table = probabilities(counts)
+        best = jnp.argmax(predictive(data, leading, betas, table).mean(0))
+        total = leading.total[..., best]
+        return counted(data, leading, betas[best], total, table)[0], None
+
+    last: Array = lax.scan(improve, first, None, length=rounds)[0]
+    return predictive(data, leading, betas, probabilities(last)), last
+
+
+@functools.partial(jax.jit, static_argnames=("rank", "iterations", "groups"))
+def maximised(
+    data: Folded,
+    counts: Float[Array, "K K"],
+    *,
+    rank: int,
+    iterations: int,
+    groups: int = 1,
+) -> tuple[Float[Array, "K K"], Float[Array, " G"]]:
+    """Counts of the table of greatest predictive likelihood, and weights of groups.
+
+    Args:
+      data: bins; templates are ordered by group, all groups of one size.
+      counts: of the table to start from.
+      rank: of the table.
+      iterations: of expectation and maximisation, at most.
+      groups: number of groups of templates, such as transformations.
+    """
+    one = jnp.ones(1, counts.dtype)
+    size = data.templates.shape[0] // groups
+
+    def step(carry):
+        counts, log_weights, _, number = carry
+        leading = leading_by_likelihood(
+            data, counts, jnp.repeat(log_weights, size), one, rank=rank
+        )
+        total = leading.total[..., 0]
+        new, uses = counted(data, leading, one[0], total, probabilities(counts))
+        shares = uses.reshape(groups, size).sum(1) + 0.5
+        change = jnp.abs(new / new.sum() - counts / counts.sum()).sum()
+        return new, jnp.log(shares / shares.sum()), change, number + 1
+
+    def unfinished(carry):
+        *_, change, number = carry
+        return (change > SETTLED) & (number < iterations)
+
+    even = jnp.full(groups, -math.log(groups), counts.dtype)
+    start = (counts, even, jnp.full_like(even, jnp.inf, shape=()), 0)
+    return lax.while_loop(unfinished, step, start)[:2]
+
+
+def _padded(table: Array) -> Array:
+    """The table with the bin `K`, which is certain."""
+    return jnp.pad(table, ((0, 1), (0, 1)), constant_values=1.0)

@@ -1,0 +1,323 @@
+"""Blind calibration: a similarity chosen and learned from queries without labels.
+
+Nobody says how the queries are corrupted, or which memory each belongs to. Expectation
+maximisation learns from them how stored values become query values, and the predictive
+likelihood of components that a posterior has not seen compares the result with every
+fixed similarity (Fellegi and Sunter 1969 have the maximisation, for linked records).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from uhop_jax._blind_trials import (
+    Problem,
+    Trial,
+    even_sample,
+    fixed_trial,
+    learned_trial,
+    moved_trial,
+)
+from uhop_jax._checks import (
+    as_floating,
+    check_finite,
+    check_on_host,
+    wider_dtype,
+    working_dtype,
+)
+from uhop_jax._products import weigh
+from uhop_jax._pytree import Pytree
+from uhop_jax.kernels import Centering
+from uhop_jax.model import Model
+from uhop_jax.similarity import (
+    Cosine,
+    Dot,
+    NegativeL1,
+    NegativeL2,
+    NegativeSquaredL2,
+    Similarity,
+    check_observed,
+    check_patterns,
+)
+from uhop_jax.transformations import Transformations, check_transformations
+
+LEARNED, MOVED = "blind likelihood", "blind likelihood over transformations"
+VALUES = 1_000_000  # about how many component values of queries are learned from
+TEMPLATES = 2**31  # most bytes of transformed memories
+CERTAIN = 3.0  # standard errors by which a difference is certain
+MOST = 2000  # queries that are learned from
+STARTS = 2  # fixed similarities from whose tables the maximisation starts
+
+
+class BlindCalibration(Pytree):
+    """A memory model calibrated on queries without labels.
+
+    Attributes:
+      model: the chosen model.
+      scores: `(candidates, betas)`, the predictive likelihood of each candidate: how
+        much more likely, in nats a query, it makes components that it has not seen than
+        the shares of their values do.
+      betas: `(candidates, betas)`; NaN beyond the betas of a candidate.
+      advantage: mean score of the chosen model less the score of its rival.
+      standard_error: standard error of `advantage`, over queries.
+      expected_error: mean over the queries of the expected sum of squared differences
+        from the true memory, where the weights are its probabilities.
+      name: name of the chosen candidate.
+      names: names of all candidates, in the order of `scores`.
+      rival: the best candidate of another kind: fixed, learned, or learned over
+        transformations.
+      queries: number of queries that were learned from.
+    """
+
+    model: Model
+    scores: Float[Array, "candidates betas"]
+    betas: Float[Array, "candidates betas"]
+    advantage: Float[Array, ""]
+    standard_error: Float[Array, ""]
+    expected_error: Float[Array, ""]
+    name: str = dataclasses.field(metadata={"static": True})
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    rival: str = dataclasses.field(metadata={"static": True})
+    queries: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def certain(self) -> bool:
+        """Whether there were queries enough to tell the model from its rival."""
+        return bool(self.advantage > CERTAIN * self.standard_error)
+
+    def summary(self) -> str:
+        """One line: the chosen model, and how sure the choice is."""
+        told = (
+            f"{float(self.advantage):.3g} ± {float(self.standard_error):.2g} nats a "
+            f"query ahead of {self.rival}"
+        )
+        if not self.certain:
+            told += ", not enough queries to tell"
+        return (
+            f"{self.name} with {self.model.setting}, from {self.queries} queries "
+            f"without labels: {told}; expected error {float(self.expected_error):.3g}"
+        )
+
+
+def calibrate_blind(
+    memories: Float[Array, "M d"],
+    queries: Float[Array, "Q d"],
+    *,
+    observed: Bool[Array, "Q d"] | None = None,
+    transformations: Transformations | None = None,
+    candidates: Mapping[str, Similarity] | None = None,
+) -> BlindCalibration:
+    """Chooses similarity, kernel and beta from queries, without knowing the corruption.
+
+    A likelihood table is learned by expectation maximisation, see
+    `uhop_jax._expectation`, from the tables that the best fixed similarities imply.
+    Among the learned and the fixed similarities the one is chosen whose posterior, from
+    three quarters of the components, makes the last quarter most likely.
+
+    `calibrate_blind` runs on the host and cannot be traced. It draws nothing at random.
+
+    Args:
+      memories: stored patterns, one per row.
+      queries: corrupted patterns, at least two; some hundred are enough. If they hold
+        more than a million values, an even sample of them is learned from.
+      observed: true for the known components of the queries.
+      transformations: maps of patterns by which queries may differ from memories, such
+        as `image_transformations((28, 28, 1))`; the likelihood over them is one more
+        candidate.
+      candidates: fixed similarities to try by name; None is `fixed_similarities`.
+
+    Returns:
+      `BlindCalibration`.
+
+    Raises:
+      ValueError: if shapes do not fit, patterns are not finite, memories or queries are
+        all equal, there are fewer than two queries, or it is traced.
+    """
+    arguments = (memories, queries, observed, transformations, candidates)
+    check_on_host("calibrate_blind", *arguments)
+    memories, queries, observed = _checked(memories, queries, observed)
+    if transformations is not None:
+        check_transformations(transformations)
+        _check_templates(memories, transformations)
+    if candidates is None:
+        candidates = fixed_similarities(memories, queries, observed)
+    _check_candidates(candidates, memories)
+    used = _used(queries, observed)
+
+    problem = Problem.of(memories, *used)
+    trials: dict[str, Trial] = {}
+    for name, similarity in candidates.items():
+        trials[name] = fixed_trial(problem, similarity)
+    ranked = sorted(trials, key=lambda name: -trials[name].best)
+    starts = [trials[name].counts for name in ranked[:STARTS]]
+    learned = [learned_trial(problem, counts) for counts in starts]
+    trials[LEARNED] = max(learned, key=lambda trial: trial.best)
+    if transformations is not None:
+        trials[MOVED] = moved_trial(problem, trials[LEARNED].counts, transformations)
+
+    name, rival = _chosen(trials)
+    advantage, error = _ahead(trials[name], trials[rival])
+    model = trials[name].model
+    return BlindCalibration(
+        model,
+        scores=_table([trial.scores.mean(0) for trial in trials.values()]),
+        betas=_table([trial.betas for trial in trials.values()]),
+        advantage=jax.device_put(np.float32(advantage)),
+        standard_error=jax.device_put(np.float32(error)),
+        expected_error=_expected_error(memories, *used, model),
+        name=name,
+        names=tuple(trials),
+        rival=rival,
+        queries=len(used[0]),
+    )
+
+
+def fixed_similarities(
+    memories: Float[Array, "M d"],
+    queries: Float[Array, "Q d"],
+    observed: Bool[Array, "Q d"] | None = None,
+) -> dict[str, Similarity]:
+    """The fixed similarities that `calibrate_blind` tries, by name.
+
+    Centred ones are left out where components are unobserved.
+
+    Args:
+      memories: stored patterns, one per row; their mean centres them.
+      queries: corrupted patterns, whose mean is the centre of queries in two-sided
+        centring.
+      observed: true for the known components of the queries.
+    """
+    plain: dict[str, Similarity] = {
+        "cosine": Cosine(),
+        "dot": Dot(),
+        "squared l2": NegativeSquaredL2(),
+        "l2": NegativeL2(),
+        "l1": NegativeL1(),
+    }
+    if observed is not None:
+        return plain
+    center = memories.mean(0)
+    two_sided = Cosine(Centering(center, queries.mean(0)))
+    return plain | {
+        "centred cosine": Cosine(Centering(center)),
+        "two-sided centred cosine": two_sided,
+    }
+
+
+def _ahead(one: Trial, other: Trial) -> tuple[float, float]:
+    """Mean difference of the scores of two trials, and its standard error.
+
+    One of the trials at most has scored a sample of the queries.
+    """
+    shared = other.rows if isinstance(one.rows, slice) else one.rows
+    first, second = (
+        trial.each[shared] if isinstance(trial.rows, slice) else trial.each
+        for trial in (one, other)
+    )
+    difference = first - second
+    return float(difference.mean()), float(difference.std() / difference.size**0.5)
+
+
+def _chosen(trials: dict[str, Trial]) -> tuple[str, str]:
+    """The candidate of the best score, and the best candidate of another kind.
+
+    Transformations have many weights: they are chosen where they are ahead for certain.
+    """
+    by_kind: dict[str, str] = {}
+    for name in sorted(trials, key=lambda name: trials[name].best):
+        by_kind[name if name in (LEARNED, MOVED) else "fixed"] = name
+    moved = by_kind.pop(MOVED, None)
+    rival, name = sorted(by_kind.values(), key=lambda name: trials[name].best)
+    if moved is not None:
+        advantage, error = _ahead(trials[moved], trials[name])
+        if advantage > CERTAIN * error:
+            return moved, name
+    return name, rival
+
+
+@jax.jit
+def _expected_error(
+    memories: Array, queries: Array, observed: Array | None, model: Model
+) -> Array:
+    """Mean over the queries of the variance of their posterior."""
+    overlaps = model.similarity(memories, queries, observed=observed)
+    weights = model.weights(overlaps)
+    state = weigh(weights, memories)
+    squared = weights @ (memories * memories).sum(-1)
+    return jnp.maximum(squared - (state * state).sum(-1), 0.0).mean()
+
+
+def _table(rows: list[np.ndarray]) -> Array:
+    """Rows of unlike length as one array, filled up with NaN."""
+    table = np.full((len(rows), max(map(len, rows))), np.nan, np.asarray(rows[0]).dtype)
+    for number, row in enumerate(rows):
+        table[number, : len(row)] = row
+    return jax.device_put(table)
+
+
+def _used(queries: Array, observed: Array | None) -> tuple[Array, Array | None]:
+    """An even sample of the queries, about `VALUES` component values."""
+    rows = even_sample(len(queries), min(VALUES // queries.shape[1], MOST))
+    return queries[rows], None if observed is None else observed[rows]
+
+
+def _checked(
+    memories: Any, queries: Any, observed: Any
+) -> tuple[Array, Array, Array | None]:
+    """The arguments in one working dtype, or a sentence that says what is wrong."""
+    memories = as_floating(memories, "memories")
+    queries = as_floating(queries, "queries")
+    for name, x, rows in (("memories", memories, "M"), ("queries", queries, "Q")):
+        if x.ndim != 2 or x.shape[0] < 2:
+            raise ValueError(
+                f"blind calibration needs at least two {name} of shape ({rows}, d), "
+                f"got {x.shape}"
+            )
+    check_patterns(memories, queries, Dot())
+    observed = check_observed(observed, queries)
+    if observed is not None:
+        observed = jnp.broadcast_to(observed, queries.shape)
+    check_finite("memories", memories)
+    check_finite("queries", queries, observed)
+    for name, x in (("memories", memories), ("queries", queries)):
+        if bool((x == x[:1]).all()):
+            raise ValueError(f"{name} must differ: all are equal, and tell nothing")
+    dtype = working_dtype(jnp.zeros((), wider_dtype(memories, queries)))
+    queries = queries.astype(dtype)
+    if observed is not None:
+        queries = jnp.where(observed, queries, jnp.zeros((), dtype))
+    return memories.astype(dtype), queries, observed
+
+
+def _check_candidates(candidates: Any, memories: Array) -> None:
+    if not isinstance(candidates, Mapping) or not candidates:
+        raise ValueError(
+            f"candidates must be a mapping of names to similarities, got {candidates!r}"
+        )
+    for name, similarity in candidates.items():
+        if name in (LEARNED, MOVED):
+            raise ValueError(f"candidates must not be named {name!r}, got it")
+        check_patterns(memories, memories, similarity)
+
+
+def _check_templates(memories: Array, transformations: Transformations) -> None:
+    """Refuses a set whose transformed memories take too much room, or change shape."""
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    result = jax.eval_shape(transformations, index, memories)
+    if result.shape != memories.shape:
+        raise ValueError(
+            f"transformations must keep the shape {memories.shape}, they returned "
+            f"{result.shape}"
+        )
+    size = transformations.number * memories.size
+    if size > TEMPLATES:
+        raise ValueError(
+            f"{transformations.number} transformations of memories of shape "
+            f"{memories.shape} take {size / 2**30:.1f} GiB, at most "
+            f"{TEMPLATES / 2**30:.0f} are allowed: learn from a sample of the memories"
+        )

@@ -1,0 +1,297 @@
+r"""Finite sets of transformations of patterns, and the likelihood over them.
+
+A corruption that moves components, such as a shift of an image, leaves no component
+likely by itself. Over a finite set of transformations the likelihood of a query is
+:math:`p(x | \xi) = \sum_T \pi_T\, p(x | T \xi)`.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from uhop_jax._checks import check_count
+from uhop_jax._products import contract
+from uhop_jax._pytree import Pytree
+from uhop_jax.similarity import Dot
+
+_REACH = 2  # pixels by which `image_transformations` shifts
+_WIDTHS = (0.7, 1.0, 1.5, 2.0, 3.0)  # standard deviations of its blurs, in pixels
+
+Shape = tuple[int, int, int]
+
+
+class Transformations(Pytree, abc.ABC):
+    """A finite set of maps of patterns to patterns; subclasses define both members."""
+
+    @property
+    @abc.abstractmethod
+    def number(self) -> int:
+        """How many transformations the set has."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, index: Int[Array, ""], patterns: Float[Array, "M d"]
+    ) -> Float[Array, "M d"]:
+        """The patterns after the transformation `index`, which may be traced."""
+
+
+class Union(Transformations):
+    """All transformations of several sets, in their order.
+
+    Attributes:
+      parts: the sets.
+    """
+
+    parts: tuple[Transformations, ...]
+
+    @property
+    def number(self) -> int:
+        return sum(part.number for part in self.parts)
+
+    def __call__(self, index, patterns):
+        ends = np.cumsum([part.number for part in self.parts])
+        which = jnp.searchsorted(jnp.asarray(ends), index, side="right")
+        branches = [
+            lambda i, x, part=part, first=int(end - part.number): part(i - first, x)
+            for part, end in zip(self.parts, ends, strict=True)
+        ]
+        return lax.switch(which, branches, index, patterns)
+
+
+class Shifts(Transformations):
+    """Moves each image by whole pixels, up to `reach` each way; zeros come in.
+
+    Attributes:
+      reach: largest number of pixels; 0 leaves images as they are.
+      shape: height, width and channels of the images.
+    """
+
+    reach: int = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def number(self) -> int:
+        return (2 * self.reach + 1) ** 2
+
+    def __call__(self, index, patterns):
+        n, side = self.reach, 2 * self.reach + 1
+        images = patterns.reshape(-1, *self.shape)
+        padded = jnp.pad(images, ((0, 0), (n, n), (n, n), (0, 0)))
+        zero = jnp.zeros_like(index)
+        start = (zero, index // side, index % side, zero)
+        return lax.dynamic_slice(padded, start, images.shape).reshape(patterns.shape)
+
+
+class Flips(Transformations):
+    """The mirror images: left to right, top to bottom, and both.
+
+    Attributes:
+      shape: height, width and channels of the images.
+    """
+
+    shape: Shape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def number(self) -> int:
+        return 3
+
+    def __call__(self, index, patterns):
+        images = patterns.reshape(-1, *self.shape)
+        flipped = jnp.stack(
+            [images[:, :, ::-1], images[:, ::-1], images[:, ::-1, ::-1]]
+        )
+        return flipped[index].reshape(patterns.shape)
+
+
+class Blurs(Transformations):
+    """Convolves each image with a Gaussian, its edges repeated.
+
+    Attributes:
+      widths: standard deviations in pixels, one for each transformation.
+      shape: height, width and channels of the images.
+    """
+
+    widths: tuple[float, ...] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def number(self) -> int:
+        return len(self.widths)
+
+    def __call__(self, index, patterns):
+        images = patterns.reshape(-1, *self.shape)
+        for axis in (1, 2):
+            matrices = np.stack(
+                [_gaussian(width, self.shape[axis - 1]) for width in self.widths]
+            )
+            matrix = jnp.asarray(matrices, patterns.dtype)[index]
+            moved = jnp.tensordot(images, matrix, axes=(axis, 1))
+            images = jnp.moveaxis(moved, -1, axis)
+        return images.reshape(patterns.shape)
+
+
+class Warps(Transformations):
+    """Turns and scales each image about its centre, interpolated; zeros come in.
+
+    Attributes:
+      degrees: angles, one for each transformation, counter-clockwise.
+      scales: magnifications, one for each transformation.
+      shape: height, width and channels of the images.
+    """
+
+    degrees: tuple[float, ...] = dataclasses.field(metadata={"static": True})
+    scales: tuple[float, ...] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self):
+        if len(self.degrees) != len(self.scales):
+            raise ValueError(
+                f"degrees and scales must be of one length, got {len(self.degrees)} "
+                f"and {len(self.scales)}"
+            )
+
+    @property
+    def number(self) -> int:
+        return len(self.degrees)
+
+    def __call__(self, index, patterns):
+        height, width, channels = self.shape
+        angle = jnp.asarray(np.deg2rad(self.degrees), patterns.dtype)[index]
+        scale = jnp.asarray(self.scales, patterns.dtype)[index]
+        rows, columns = jnp.meshgrid(
+            jnp.arange(height, dtype=patterns.dtype) - (height - 1) / 2,
+            jnp.arange(width, dtype=patterns.dtype) - (width - 1) / 2,
+            indexing="ij",
+        )
+        cos, sin = jnp.cos(angle) / scale, jnp.sin(angle) / scale
+        source = jnp.stack(
+            [
+                cos * rows + sin * columns + (height - 1) / 2,
+                cos * columns - sin * rows + (width - 1) / 2,
+            ]
+        )
+
+        def plane(image: Array) -> Array:
+            return jax.scipy.ndimage.map_coordinates(image, list(source), order=1)
+
+        images = patterns.reshape(-1, *self.shape).transpose(0, 3, 1, 2)
+        planes = images.reshape(-1, height, width)
+        warped = jax.vmap(plane)(planes).reshape(-1, channels, height, width)
+        return warped.transpose(0, 2, 3, 1).reshape(patterns.shape)
+
+
+class Occlusions(Transformations):
+    """Sets one square of each image to zero, at the places of a grid.
+
+    Attributes:
+      side: of the square, in pixels.
+      stride: distance of neighbouring places, in pixels.
+      shape: height, width and channels of the images.
+    """
+
+    side: int = dataclasses.field(metadata={"static": True})
+    stride: int = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def _places(self) -> tuple[int, int]:
+        rows, columns = (
+            max(0, length - self.side) // self.stride + 1 for length in self.shape[:2]
+        )
+        return rows, columns
+
+    @property
+    def number(self) -> int:
+        return math.prod(self._places)
+
+    def __call__(self, index, patterns):
+        height, width, _ = self.shape
+        top, left = (self.stride * x for x in jnp.divmod(index, self._places[1]))
+        row, column = jnp.arange(height)[:, None], jnp.arange(width)[None]
+        hidden = (row >= top) & (row < top + self.side)
+        hidden &= (column >= left) & (column < left + self.side)
+        images = patterns.reshape(-1, *self.shape)
+        images = jnp.where(hidden[None, :, :, None], jnp.zeros_like(images), images)
+        return images.reshape(patterns.shape)
+
+
+def image_transformations(shape: Sequence[int]) -> Transformations:
+    """What scanners and cameras do most: shifts up to two pixels, and blurs.
+
+    Args:
+      shape: height, width and channels of the images.
+    """
+    height, width, channels = shape
+    for name, value in (("height", height), ("width", width), ("channels", channels)):
+        check_count(name, value, 1)
+    size = (int(height), int(width), int(channels))
+    reach = min(_REACH, min(size[:2]) - 1)
+    return Union((Shifts(reach, size), Blurs(_WIDTHS, size)))
+
+
+class Transformed(Dot):
+    r"""The log-likelihood of a query over transformed memories.
+
+    :math:`\log \sum_T \pi_T \exp \langle \Phi_K(T \xi), \Phi_Q(x) \rangle`: one product
+    for each transformation, in the memory of one. The kernel is a log-likelihood, such
+    as `LikelihoodKernel`; the natural `beta` is 1.
+
+    Attributes:
+      transformations: the set.
+      log_weights: `(T,)`, the logarithms of the probabilities `pi_T`.
+    """
+
+    transformations: Transformations = dataclasses.field(kw_only=True)
+    log_weights: Float[Array, " T"] = dataclasses.field(kw_only=True)
+
+    def keys(self, memories, observed=None):
+        del observed  # the features of the query use it
+        return memories
+
+    def has_energy(self) -> bool:
+        return False
+
+    def _compare(self, keys, state, restrict):
+        del restrict
+
+        def add(total: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
+            index, log_weight = row
+            features = self.kernel.memory_features(self.transformations(index, keys))
+            overlaps = contract(state, features)
+            overlaps += log_weight.astype(overlaps.dtype)
+            return jnp.logaddexp(total, overlaps), None
+
+        number = jnp.arange(self.transformations.number)
+        first = contract(state[..., :1] * 0, keys[:, :1] * 0) - jnp.inf
+        return lax.scan(add, first, (number, self.log_weights))[0]
+
+    def _combine(self, keys, weights, restrict):
+        del restrict
+        return self.kernel.query_features(super()._combine(keys, weights, None))
+
+
+def _gaussian(width: float, size: int) -> np.ndarray:
+    """The matrix `(size, size)` of a convolution with a Gaussian, edges repeated."""
+    offsets = np.arange(-size, size + 1)
+    weights = np.exp(-0.5 * (offsets / width) ** 2)
+    sources = np.clip(np.arange(size)[:, None] + offsets, 0, size - 1)
+    matrix = np.zeros((size, size))
+    np.add.at(matrix, (np.arange(size)[:, None], sources), weights / weights.sum())
+    return matrix
+
+
+def check_transformations(transformations: Any) -> None:
+    """Refuses anything but a set of transformations."""
+    if not isinstance(transformations, Transformations):
+        raise ValueError(
+            "transformations must be Transformations such as Shifts(2, (28, 28, 1)), "
+            f"got {transformations!r}"
+        )
