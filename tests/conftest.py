@@ -24,7 +24,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.mkdtemp(prefix="uhop_jax_")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import jax
