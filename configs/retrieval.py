@@ -19,6 +19,7 @@ For example, the paper's figure of capacity on CIFAR-10, with five memory sets:
 | `metastability` | how many memories does a state mix, by beta and alpha? | 1 minute |
 | `temperature` | error against beta, for every model and kernel | 2 minutes |
 | `grid` | the fair comparison: corruption by memory size | 10 minutes |
+| `blind` | what do queries without labels teach? 13 corruptions | 40 minutes |
 | `query` | store your patterns, retrieve your queries | seconds |
 
 Every variant runs on any data set: `--config.data.name=mnist`, `cifar10`, `cifar100`,
@@ -41,6 +42,7 @@ VARIANTS = (
     "metastability",
     "temperature",
     "grid",
+    "blind",
     "query",
 )
 DEMO = (
@@ -54,7 +56,12 @@ DEMO = (
     "U-Hop sparse",
     "U-Hop, angular",
     "calibrated",
+    "blind",
     "limit",
+)
+BLIND = (
+    *("mask", "noise", "folded_noise", "salt_and_pepper", "inverted", "gamma"),
+    *("block", "blur", "shift", "shift_noise"),
 )
 PICTURED = ("MHM", "Sparse MHM", "cosine", "U-Hop", "calibrated")
 ALPHAS = (1.0, 1.25, 1.5, 1.75, 2.0)
@@ -110,6 +117,10 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
             "block": (0.25,),  # part of the image under one square
             "blur": (2.0,),  # standard deviation in pixels
             "shift": (2.0,),  # pixels
+            "salt_and_pepper": (0.8,),  # part of the pixels set to 0 or 1
+            "inverted": (0.5,),  # noise after the contrast is inverted
+            "gamma": (0.5,),  # noise after the image is darkened, 0.6 x^3
+            "shift_noise": (0.5,),  # noise after a shift by two pixels
         }
     )
 
@@ -156,6 +167,13 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
             config.corruption.kinds = ("mask", "noise", "folded_noise")
             levels["mask"] = (0.5, 0.8, 0.95)
             levels["noise"] = levels["folded_noise"] = (0.5, 1.0)
+        case "blind":
+            config.memories = (100, 500)
+            config.runs = 3
+            config.queries = (20, 100, 500)  # without labels
+            config.corruption.kinds = BLIND
+            levels["mask"] = (0.8, 0.95)
+            levels["noise"] = levels["folded_noise"] = (0.5, 1.0)
     return config
 
 
@@ -169,7 +187,8 @@ def _query(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     config.block = 0  # memories that are held at a time; 0 is all, or by size if mapped
     config.shards = 0  # devices over which the memories are split; 0 is none
     config.corruption = ml_collections.ConfigDict()
-    config.corruption.kind = "mask"  # of your queries; the kinds of other variants
+    # The kinds of other variants; "" learns the corruption from the queries.
+    config.corruption.kind = ""
     config.corruption.level = 0.5  # in the units of the kind
     config.images = 6  # queries in the picture
     return config

@@ -618,6 +618,7 @@ def whole(tmp_path_factory):
     np.save(folder / "seen.npy", seen)
     np.save(folder / "queries.npy", digits.values[:9] * seen)
     common = {"data.name": "digits.npy", "queries": "queries.npy"}
+    common["corruption.kind"] = "mask"
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(False):
         patch.chdir(folder)
         with jax.numpy_dtype_promotion("standard"):

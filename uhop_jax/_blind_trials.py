@@ -15,9 +15,10 @@ from uhop_jax._expectation import (
     leading_by_likelihood,
     leading_of,
     maximised,
+    predictive,
 )
 from uhop_jax.kernels import Centering, LikelihoodKernel, bins
-from uhop_jax.likelihood import BINS, edges_of, factors
+from uhop_jax.likelihood import BINS, edges_of, factors, probabilities
 from uhop_jax.model import Model
 from uhop_jax.separation import Softmax
 from uhop_jax.similarity import Dot, Similarity
@@ -27,15 +28,19 @@ from uhop_jax.trials import beta_grid
 RANK = 12  # of the table
 ITERATIONS, FEWER = 30, 8  # of maximisation, at most; fewer over transformations
 INTERLEAVED = 8  # folds of the maximisation: components at random
+PARTS = 3  # of the queries: each is judged by what the others teach
 STRIPS = 4  # folds of the choice: neighbouring components together
-WORK = 2e9  # about how many pairs of components of queries and transformed memories
+WORK = 1e9  # about how many pairs of components of queries and transformed memories
 SHARPNESS = (0.3, 300.0, 12)  # of fixed similarities, as in `beta_grid`
 BETAS = tuple(2.0**n for n in range(-6, 3))  # of the likelihood
 LEAST = 20  # queries that are learned from, if there are as many
 
 
 class Problem(NamedTuple):
-    """Memories and the queries that are learned from, with their bins."""
+    """Memories and the queries that are learned from, with their bins.
+
+    Query `q` is in part `q % parts`.
+    """
 
     memories: Array
     queries: Array
@@ -44,6 +49,7 @@ class Problem(NamedTuple):
     query_bins: Array
     interleaved: Folded
     strips: Folded
+    parts: int
 
     @classmethod
     def of(cls, memories: Array, queries: Array, observed: Array | None) -> "Problem":
@@ -51,8 +57,9 @@ class Problem(NamedTuple):
         query_bins = bins(queries, edges)
         if observed is not None:
             query_bins = jnp.where(observed, query_bins, BINS)
-        folded = _folded(bins(memories, edges), query_bins)
-        return cls(memories, queries, observed, edges, query_bins, *folded)
+        folded = _folded(bins(memories, edges), query_bins, memories.dtype)
+        parts = parts_of(len(queries))
+        return cls(memories, queries, observed, edges, query_bins, *folded, parts)
 
 
 class Trial(NamedTuple):
@@ -97,17 +104,15 @@ def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
         problem.memories, problem.queries, problem.observed, similarity
     )
     betas = beta_grid(logits.reshape(-1, logits.shape[-1]), SHARPNESS)[1:]
-    scores, counts = judged(problem.strips, leading_of(logits, betas), betas)
+    leading = leading_of(logits, betas)
+    scores, counts = judged(problem.strips, leading, betas, parts=problem.parts)
     return _trial(similarity, scores, betas, counts)
 
 
 def learned_trial(problem: Problem, start: Array) -> Trial:
     """The trial of a likelihood learned from the counts of a table."""
-    counts, _ = maximised(problem.interleaved, start, rank=RANK, iterations=ITERATIONS)
-    even = jnp.zeros(len(problem.memories), counts.dtype)
-    betas = jnp.asarray(BETAS, counts.dtype)
-    leading = leading_by_likelihood(problem.strips, counts, even, betas, rank=RANK)
-    scores, counts = judged(problem.strips, leading, betas, counts)
+    folded = problem.interleaved, problem.strips
+    scores, betas, counts, _ = _maximised(*folded, problem.parts, start, ITERATIONS)
     return _trial(Dot(_kernel(problem, counts)), scores, betas, counts)
 
 
@@ -116,22 +121,47 @@ def moved_trial(
 ) -> Trial:
     """The trial of a likelihood over transformed memories, from some queries."""
     templates = _templates(problem.memories, problem.edges, transformations)
-    number = transformations.number
-    rows = even_sample(len(problem.queries), int(WORK / templates.size))
-    interleaved, strips = _folded(templates, problem.query_bins[rows])
-    counts, log_weights = maximised(
-        interleaved, start, rank=RANK, iterations=FEWER, groups=number
+    rows = even_sample(len(problem.queries), int(WORK / templates.size), problem.parts)
+    folded = _folded(templates, problem.query_bins[rows], problem.memories.dtype)
+    scores, betas, counts, log_weights = _maximised(
+        *folded, problem.parts, start, FEWER, transformations.number
     )
-    betas = jnp.asarray(BETAS, counts.dtype)
-    prior = jnp.repeat(log_weights, len(problem.memories))
-    leading = leading_by_likelihood(strips, counts, prior, betas, rank=RANK)
-    scores, counts = judged(strips, leading, betas, counts)
     similarity = Transformed(
         _kernel(problem, counts),
         transformations=transformations,
         log_weights=log_weights,
     )
     return _trial(similarity, scores, betas, counts)._replace(rows=rows)
+
+
+def _maximised(
+    interleaved: Folded,
+    strips: Folded,
+    parts: int,
+    start: Array,
+    iterations: int,
+    groups: int = 1,
+) -> tuple[Array, Array, Array, Array]:
+    """Scores of a likelihood, betas, counts of its table, log-weights of its groups.
+
+    Each part of the queries is scored by the table of the other parts. The table that
+    is returned is of all queries.
+    """
+    betas = jnp.asarray(BETAS, start.dtype)
+    options = {"rank": RANK, "iterations": iterations, "groups": groups}
+    size = interleaved.templates.shape[0] // groups
+    part = np.arange(len(strips.queries)) % parts
+    scores = np.zeros((len(part), len(BETAS)), start.dtype)
+    for number in range(parts):
+        inside = part == number
+        others = interleaved._replace(queries=interleaved.queries[~inside])
+        counts, log_weights = maximised(others, start, **options)
+        held_out = strips._replace(queries=strips.queries[inside])
+        prior = jnp.repeat(log_weights, size)
+        leading = leading_by_likelihood(held_out, counts, prior, betas, rank=RANK)
+        table = probabilities(counts)[None]
+        scores[inside] = predictive(held_out, leading, betas, table)
+    return jnp.asarray(scores), betas, *maximised(interleaved, start, **options)
 
 
 def _kernel(problem: Problem, counts: Array) -> LikelihoodKernel:
@@ -141,13 +171,13 @@ def _kernel(problem: Problem, counts: Array) -> LikelihoodKernel:
     return LikelihoodKernel(memory_table, query_table, problem.edges, d).cut(RANK)
 
 
-def _folded(templates: Array, queries: Array) -> tuple[Folded, Folded]:
+def _folded(templates: Array, queries: Array, dtype: Any) -> tuple[Folded, Folded]:
     """Components dealt at random, the same way in every call, and in strips."""
     d = queries.shape[-1]
     random = np.random.default_rng(0).permutation(d)
     return (
-        fold(templates, queries, random, min(INTERLEAVED, d), BINS),
-        fold(templates, queries, np.arange(d), min(STRIPS, d), BINS),
+        fold(templates, queries, random, min(INTERLEAVED, d), BINS, dtype),
+        fold(templates, queries, np.arange(d), min(STRIPS, d), BINS, dtype),
     )
 
 
@@ -156,7 +186,7 @@ def _templates(
     memories: Array, edges: Array, transformations: Transformations
 ) -> Array:
     """Bins of the transformed memories, `(T M, d)`."""
-    number = jnp.arange(transformations.number)
+    number = jnp.arange(transformations.number, dtype=jnp.int32)
 
     def one(index: Array) -> Array:
         return bins(transformations(index, memories), edges).astype(jnp.uint8)
@@ -193,7 +223,16 @@ def _overlaps_without_strips(
     return lax.map(without, jnp.arange(folds))
 
 
-def even_sample(number: int, most: int) -> np.ndarray:
-    """Even steps through `number` rows: about `most` of them, `LEAST` at least."""
+def even_sample(number: int, most: int, parts: int) -> np.ndarray:
+    """Even steps through `number` rows: about `most` of them, `LEAST` at least.
+
+    All parts have equally many.
+    """
     kept = min(max(most, LEAST), number)
+    kept -= kept % parts
     return np.linspace(0, number - 1, kept).round().astype(int)
+
+
+def parts_of(queries: int) -> int:
+    """Into how many parts queries are dealt, each judged by what the others teach."""
+    return max(2, min(PARTS, queries // 2))

@@ -13,13 +13,13 @@ compares posteriors of any similarity, at any inverse temperature.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from uhop_jax._products import contract
 from uhop_jax.likelihood import factors, probabilities
@@ -42,8 +42,8 @@ class Folded(NamedTuple):
         for the bin `K`.
     """
 
-    templates: Int[Array, "N F e"]
-    queries: Int[Array, "Q F e"]
+    templates: Integer[Array, "N F e"]
+    queries: Integer[Array, "Q F e"]
     marginal: Float[Array, " K1"]
 
 
@@ -62,11 +62,12 @@ class Leading(NamedTuple):
 
 
 def fold(
-    templates: Int[Array, "N d"],
-    queries: Int[Array, "Q d"],
+    templates: Integer[Array, "N d"],
+    queries: Integer[Array, "Q d"],
     order: np.ndarray,
     folds: int,
     number: int,
+    dtype: Any,
 ) -> Folded:
     """Deals the components, in this order, into folds of one size.
 
@@ -76,6 +77,7 @@ def fold(
       order: a permutation of the components; neighbours share a fold.
       folds: `F`.
       number: `K`, of bins.
+      dtype: of `marginal`.
     """
     padding = -len(order) % folds
 
@@ -83,8 +85,9 @@ def fold(
         x = jnp.pad(x[:, order], ((0, 0), (0, padding)), constant_values=number)
         return x.reshape(x.shape[0], folds, -1)
 
-    counts = jnp.bincount(queries.ravel(), length=number + 1)[:number] + 0.5
-    marginal = jnp.append(counts / counts.sum(), 1.0).astype(jnp.float32)
+    counts = jnp.bincount(queries.ravel(), length=number + 1)[:number]
+    counts = counts.astype(dtype) + 0.5
+    marginal = jnp.append(counts / counts.sum(), jnp.ones((), dtype))
     small = jnp.uint8 if number < 256 else jnp.int32
     return Folded(dealt(templates.astype(small)), dealt(queries), marginal)
 
@@ -123,7 +126,7 @@ def leading_by_likelihood(
         )
         prior = lax.dynamic_slice_in_dim(log_prior, first, size)
         whole = parts.sum(0)[None]
-        return (whole if own else whole - parts) + prior
+        return (whole if own else whole - parts) + prior[None, None]
 
     folds = 1 if own else F
     size = max(1, ENTRIES // (F * e * rank))
@@ -149,10 +152,10 @@ def _leading(logits, number, rows, betas, size) -> Leading:
 
     def add(carry: Leading, first: Array) -> tuple[Leading, None]:
         # The last block overlaps with the block before it, which is passed over.
-        start = jnp.minimum(first, number - size)
+        start = jnp.minimum(first, jnp.int32(number - size))
         z = logits(start, size)
-        seen = start + jnp.arange(size) < first
-        z = jnp.where(seen, -jnp.inf, z)
+        seen = start + jnp.arange(size, dtype=jnp.int32) < first
+        z = jnp.where(seen[None, None], -jnp.inf, z)
         best, place = lax.top_k(z, min(k, size))
         both = jnp.concatenate([carry.logits, best], -1)
         index = jnp.concatenate([carry.places, start + place], -1)
@@ -169,7 +172,7 @@ def _leading(logits, number, rows, betas, size) -> Leading:
         jnp.zeros((*rows, k), jnp.int32),
         jnp.full((*rows, betas.size), -jnp.inf, betas.dtype),
     )
-    return lax.scan(add, start, jnp.arange(0, number, size))[0]
+    return lax.scan(add, start, jnp.arange(0, number, size, dtype=jnp.int32))[0]
 
 
 def counted(
@@ -177,61 +180,67 @@ def counted(
     leading: Leading,
     beta: Array,
     total: Array,
-    table: Array | None = None,
-) -> tuple[Array, Array]:
-    """Expected counts of pairs of bins, and of templates, at one beta.
+    tables: Array | None = None,
+    *,
+    parts: int = 1,
+) -> tuple[Float[Array, "P K K"], Float[Array, " N"]]:
+    """Expected counts of pairs of bins by part of the queries, and of templates.
 
     Args:
       data: bins.
       leading: posteriors without the fold of a component.
       beta: the inverse temperature.
       total: `(F, Q)`, of `leading` at this beta.
-      table: `(K, K)`, probabilities with which a component takes part in its own
-        posterior; None leaves it out.
+      tables: `(P, K, K)`, for each part of the queries the probabilities with which a
+        component takes part in its own posterior; None leaves it out.
+      parts: `P`; query `q` is in part `q % P`.
     """
     K = data.marginal.size - 1
-    padded = None if table is None else _padded(table)
-    F = data.queries.shape[1]
+    padded = None if tables is None else _padded(tables)
+    Q = data.queries.shape[0]
 
     def add(carry, row):
         counts, uses = carry
-        p, index, c = row
-        a = data.templates[index, jnp.arange(F)[:, None]].astype(jnp.int32)
-        pairs = a * (K + 1) + c[:, None]
+        p, index, c, part = row
+        pairs = _pairs(data, index, c)
         weights = jnp.broadcast_to(p[..., None], pairs.shape)
         if padded is not None:
-            weights = weights * padded.ravel()[pairs]
+            weights = weights * padded[part].ravel()[pairs]
             rest = jnp.maximum(1 - p.sum(-1), 0.0)[:, None] * data.marginal[c]
             weights = weights / (weights.sum(1) + rest)[:, None]
-        counts = counts.at[pairs.ravel()].add(weights.ravel())
+        counts = counts.at[part, pairs.ravel()].add(weights.ravel())
         return (counts, uses.at[index.ravel()].add(p.ravel())), None
 
     start = (
-        jnp.zeros((K + 1) ** 2, total.dtype),
+        jnp.zeros((parts, (K + 1) ** 2), total.dtype),
         jnp.zeros(data.templates.shape[0], total.dtype),
     )
     p = jnp.exp(beta * leading.logits - total[..., None])
-    rows = (jnp.moveaxis(p, 1, 0), jnp.moveaxis(leading.places, 1, 0), data.queries)
+    by_query = jnp.moveaxis(p, 1, 0), jnp.moveaxis(leading.places, 1, 0)
+    rows = (*by_query, data.queries, _part(Q, parts))
     (counts, uses), _ = lax.scan(add, start, rows)
-    return counts.reshape(K + 1, K + 1)[:K, :K], uses
+    return counts.reshape(parts, K + 1, K + 1)[:, :K, :K], uses
 
 
+@jax.jit
 def predictive(
-    data: Folded, leading: Leading, betas: Array, table: Array
+    data: Folded,
+    leading: Leading,
+    betas: Float[Array, " B"],
+    tables: Float[Array, "P K K"],
 ) -> Float[Array, "Q B"]:
     """The predictive likelihood of each query at each beta, in nats.
 
     It is relative to the shares of bins among all queries. Memories that are not among
-    the leading ones predict these shares.
+    the leading ones predict these shares. Each part of the queries has its table.
     """
-    padded = _padded(table)
-    K = data.marginal.size - 1
-    F = data.queries.shape[1]
+    padded = _padded(tables)
+    Q = data.queries.shape[0]
 
     def of_query(row):
-        logits, total, index, c = row
-        a = data.templates[index, jnp.arange(F)[:, None]].astype(jnp.int32)
-        chances = padded.ravel()[a * (K + 1) + c[:, None]] / data.marginal[c][:, None]
+        logits, total, index, c, part = row
+        pairs = _pairs(data, index, c)
+        chances = padded[part].ravel()[pairs] / data.marginal[c][:, None]
 
         def at(row):
             beta, total = row
@@ -246,35 +255,38 @@ def predictive(
 
     rows = (leading.logits, leading.total, leading.places)
     by_query = tuple(jnp.moveaxis(x, 1, 0) for x in rows)
-    return lax.map(of_query, (*by_query, data.queries))
+    return lax.map(of_query, (*by_query, data.queries, _part(Q, len(tables))))
 
 
-@functools.partial(jax.jit, static_argnames="rounds")
+@functools.partial(jax.jit, static_argnames=("parts", "rounds"))
 def judged(
     data: Folded,
     leading: Leading,
     betas: Float[Array, " B"],
-    counts: Float[Array, "K K"] | None = None,
     *,
+    parts: int,
     rounds: int = 3,
 ) -> tuple[Float[Array, "Q B"], Float[Array, "K K"]]:
-    """The predictive likelihood of posteriors at each beta, under their best table.
+    """The predictive likelihood of posteriors at each beta, under their best tables.
 
-    Table and beta are improved in turn. The counts of the table are returned too.
+    Each part of the queries is judged by the table of the other parts. Tables and beta
+    are improved in turn. The counts of the table of all parts are returned too.
     """
-    middle = betas.size // 2
-    first = counts
-    if first is None:
-        first, _ = counted(data, leading, betas[middle], leading.total[..., middle])
+
+    def others(counts: Array) -> Array:
+        return jax.vmap(probabilities)(counts.sum(0)[None] - counts)
 
     def improve(counts: Array, _: None) -> tuple[Array, None]:
-        table = probabilities(counts)
-        best = jnp.argmax(predictive(data, leading, betas, table).mean(0))
+        tables = others(counts)
+        best = jnp.argmax(predictive(data, leading, betas, tables).mean(0))
         total = leading.total[..., best]
-        return counted(data, leading, betas[best], total, table)[0], None
+        return counted(data, leading, betas[best], total, tables, parts=parts)[0], None
 
+    middle = betas.size // 2
+    total = leading.total[..., middle]
+    first, _ = counted(data, leading, betas[middle], total, parts=parts)
     last: Array = lax.scan(improve, first, None, length=rounds)[0]
-    return predictive(data, leading, betas, probabilities(last)), last
+    return predictive(data, leading, betas, others(last)), last.sum(0)
 
 
 @functools.partial(jax.jit, static_argnames=("rank", "iterations", "groups"))
@@ -304,7 +316,9 @@ def maximised(
             data, counts, jnp.repeat(log_weights, size), one, rank=rank
         )
         total = leading.total[..., 0]
-        new, uses = counted(data, leading, one[0], total, probabilities(counts))
+        table = probabilities(counts)[None]
+        by_part, uses = counted(data, leading, one[0], total, table)
+        new = by_part[0]
         shares = uses.reshape(groups, size).sum(1) + 0.5
         change = jnp.abs(new / new.sum() - counts / counts.sum()).sum()
         return new, jnp.log(shares / shares.sum()), change, number + 1
@@ -318,6 +332,19 @@ def maximised(
     return lax.while_loop(unfinished, step, start)[:2]
 
 
-def _padded(table: Array) -> Array:
-    """The table with the bin `K`, which is certain."""
-    return jnp.pad(table, ((0, 1), (0, 1)), constant_values=1.0)
+def _part(queries: int, parts: int) -> Array:
+    """The part of each query."""
+    return jnp.arange(queries, dtype=jnp.int32) % jnp.int32(parts)
+
+
+def _pairs(data: Folded, index: Array, c: Array) -> Array:
+    """Pairs of bins `(F, k, e)` of memories `index (F, k)` and of a query `(F, e)`."""
+    number = data.marginal.size
+    folds = jnp.arange(index.shape[0])[:, None]
+    a = data.templates[index, folds].astype(jnp.int32)
+    return a * number + c[:, None].astype(jnp.int32)
+
+
+def _padded(tables: Array) -> Array:
+    """Tables `(P, K, K)` with the bin `K`, which is certain."""
+    return jnp.pad(tables, ((0, 0), (0, 1), (0, 1)), constant_values=1.0)

@@ -22,6 +22,7 @@ from uhop_jax._blind_trials import (
     fixed_trial,
     learned_trial,
     moved_trial,
+    parts_of,
 )
 from uhop_jax._checks import (
     as_floating,
@@ -51,7 +52,6 @@ VALUES = 1_000_000  # about how many component values of queries are learned fro
 TEMPLATES = 2**31  # most bytes of transformed memories
 CERTAIN = 3.0  # standard errors by which a difference is certain
 MOST = 2000  # queries that are learned from
-STARTS = 2  # fixed similarities from whose tables the maximisation starts
 
 
 class BlindCalibration(Pytree):
@@ -115,9 +115,10 @@ def calibrate_blind(
     """Chooses similarity, kernel and beta from queries, without knowing the corruption.
 
     A likelihood table is learned by expectation maximisation, see
-    `uhop_jax._expectation`, from the tables that the best fixed similarities imply.
+    `uhop_jax._expectation`, from the table that the best fixed similarity implies.
     Among the learned and the fixed similarities the one is chosen whose posterior, from
-    three quarters of the components, makes the last quarter most likely.
+    three quarters of the components, makes the last quarter most likely. A query is
+    judged by what other queries teach.
 
     `calibrate_blind` runs on the host and cannot be traced. It draws nothing at random.
 
@@ -153,10 +154,8 @@ def calibrate_blind(
     trials: dict[str, Trial] = {}
     for name, similarity in candidates.items():
         trials[name] = fixed_trial(problem, similarity)
-    ranked = sorted(trials, key=lambda name: -trials[name].best)
-    starts = [trials[name].counts for name in ranked[:STARTS]]
-    learned = [learned_trial(problem, counts) for counts in starts]
-    trials[LEARNED] = max(learned, key=lambda trial: trial.best)
+    start = max(trials.values(), key=lambda trial: trial.best)
+    trials[LEARNED] = learned_trial(problem, start.counts)
     if transformations is not None:
         trials[MOVED] = moved_trial(problem, trials[LEARNED].counts, transformations)
 
@@ -262,7 +261,8 @@ def _table(rows: list[np.ndarray]) -> Array:
 
 def _used(queries: Array, observed: Array | None) -> tuple[Array, Array | None]:
     """An even sample of the queries, about `VALUES` component values."""
-    rows = even_sample(len(queries), min(VALUES // queries.shape[1], MOST))
+    most = min(VALUES // queries.shape[1], MOST)
+    rows = even_sample(len(queries), most, parts_of(len(queries)))
     return queries[rows], None if observed is None else observed[rows]
 
 

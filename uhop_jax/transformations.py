@@ -57,11 +57,11 @@ class Union(Transformations):
         return sum(part.number for part in self.parts)
 
     def __call__(self, index, patterns):
-        ends = np.cumsum([part.number for part in self.parts])
-        which = jnp.searchsorted(jnp.asarray(ends), index, side="right")
+        firsts = np.cumsum([0, *(part.number for part in self.parts)])
+        which = (index >= jnp.asarray(firsts[1:-1], index.dtype)).sum(dtype=jnp.int32)
         branches = [
-            lambda i, x, part=part, first=int(end - part.number): part(i - first, x)
-            for part, end in zip(self.parts, ends, strict=True)
+            lambda i, x, part=part, first=int(first): part(i - first, x)
+            for part, first in zip(self.parts, firsts, strict=False)
         ]
         return lax.switch(which, branches, index, patterns)
 
@@ -83,7 +83,7 @@ class Shifts(Transformations):
 
     def __call__(self, index, patterns):
         n, side = self.reach, 2 * self.reach + 1
-        images = patterns.reshape(-1, *self.shape)
+        images = _images(patterns, self.shape)
         padded = jnp.pad(images, ((0, 0), (n, n), (n, n), (0, 0)))
         zero = jnp.zeros_like(index)
         start = (zero, index // side, index % side, zero)
@@ -104,7 +104,7 @@ class Flips(Transformations):
         return 3
 
     def __call__(self, index, patterns):
-        images = patterns.reshape(-1, *self.shape)
+        images = _images(patterns, self.shape)
         flipped = jnp.stack(
             [images[:, :, ::-1], images[:, ::-1], images[:, ::-1, ::-1]]
         )
@@ -127,7 +127,7 @@ class Blurs(Transformations):
         return len(self.widths)
 
     def __call__(self, index, patterns):
-        images = patterns.reshape(-1, *self.shape)
+        images = _images(patterns, self.shape)
         for axis in (1, 2):
             matrices = np.stack(
                 [_gaussian(width, self.shape[axis - 1]) for width in self.widths]
@@ -182,7 +182,7 @@ class Warps(Transformations):
         def plane(image: Array) -> Array:
             return jax.scipy.ndimage.map_coordinates(image, list(source), order=1)
 
-        images = patterns.reshape(-1, *self.shape).transpose(0, 3, 1, 2)
+        images = _images(patterns, self.shape).transpose(0, 3, 1, 2)
         planes = images.reshape(-1, height, width)
         warped = jax.vmap(plane)(planes).reshape(-1, channels, height, width)
         return warped.transpose(0, 2, 3, 1).reshape(patterns.shape)
@@ -214,11 +214,13 @@ class Occlusions(Transformations):
 
     def __call__(self, index, patterns):
         height, width, _ = self.shape
-        top, left = (self.stride * x for x in jnp.divmod(index, self._places[1]))
-        row, column = jnp.arange(height)[:, None], jnp.arange(width)[None]
+        columns = jnp.asarray(self._places[1], index.dtype)
+        top, left = (self.stride * x for x in jnp.divmod(index, columns))
+        row = jnp.arange(height, dtype=index.dtype)[:, None]
+        column = jnp.arange(width, dtype=index.dtype)[None]
         hidden = (row >= top) & (row < top + self.side)
         hidden &= (column >= left) & (column < left + self.side)
-        images = patterns.reshape(-1, *self.shape)
+        images = _images(patterns, self.shape)
         images = jnp.where(hidden[None, :, :, None], jnp.zeros_like(images), images)
         return images.reshape(patterns.shape)
 
@@ -256,26 +258,41 @@ class Transformed(Dot):
         del observed  # the features of the query use it
         return memories
 
+    def state(self, query, observed=None):
+        if observed is None:
+            return query
+        return jnp.where(observed, query, jnp.zeros((), query.dtype))
+
     def has_energy(self) -> bool:
         return False
 
-    def _compare(self, keys, state, restrict):
-        del restrict
+    def _restriction(self, observed):
+        return observed
 
-        def add(total: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
-            index, log_weight = row
+    def _compare(self, keys, state, restrict):
+        state = self.kernel.query_features(state, restrict)
+
+        def product(index: Array, log_weight: Array) -> Array:
             features = self.kernel.memory_features(self.transformations(index, keys))
             overlaps = contract(state, features)
-            overlaps += log_weight.astype(overlaps.dtype)
-            return jnp.logaddexp(total, overlaps), None
+            return overlaps + log_weight.astype(overlaps.dtype)
 
-        number = jnp.arange(self.transformations.number)
-        first = contract(state[..., :1] * 0, keys[:, :1] * 0) - jnp.inf
-        return lax.scan(add, first, (number, self.log_weights))[0]
+        def add(total: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
+            return jnp.logaddexp(total, product(*row)), None
 
-    def _combine(self, keys, weights, restrict):
-        del restrict
-        return self.kernel.query_features(super()._combine(keys, weights, None))
+        number = jnp.arange(self.transformations.number, dtype=jnp.int32)
+        first = product(number[0], self.log_weights[0])
+        return lax.scan(add, first, (number[1:], self.log_weights[1:]))[0]
+
+
+def _images(patterns: Array, shape: Shape) -> Array:
+    """Patterns as images `(M, height, width, channels)`."""
+    if patterns.shape[-1] != math.prod(shape):
+        raise ValueError(
+            f"images of shape {shape} have dimension {math.prod(shape)}, patterns have "
+            f"{patterns.shape[-1]}"
+        )
+    return patterns.reshape(-1, *shape)
 
 
 def _gaussian(width: float, size: int) -> np.ndarray:

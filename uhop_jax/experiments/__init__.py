@@ -6,7 +6,15 @@ from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
 from uhop_jax.command_line import check_config
-from uhop_jax.experiments import cells, compare, figures, query, sweep, variants
+from uhop_jax.experiments import (
+    blind,
+    cells,
+    compare,
+    figures,
+    query,
+    sweep,
+    variants,
+)
 from uhop_jax.experiments.sweep import ABOUT, SCORES, SEPARATION, Experiment
 
 _SWEEP = Experiment(
@@ -25,6 +33,14 @@ EXPERIMENTS = {
     "capacity": _SWEEP,
     "noise": _SWEEP,
     "grid": _SWEEP._replace(report=compare.grid_report),
+    "blind": Experiment(
+        ABOUT | blind.COLUMNS,
+        blind.blind_cell,
+        cells.sets_scored,
+        blind.blind_figure,
+        blind.blind_report,
+        compare=False,
+    ),
     "stage_one": _STEPS,
     "losses": _STEPS,
     "scatter": Experiment(

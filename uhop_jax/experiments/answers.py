@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from uhop_jax.blind import BlindCalibration
 from uhop_jax.calibration import Calibration
 from uhop_jax.kernels import check_numbers
 from uhop_jax.model import Model
@@ -32,7 +33,7 @@ class CalibratedMemory(NamedTuple):
     """
 
     values: Float[Array, "M d"]
-    calibration: Calibration
+    calibration: Calibration | BlindCalibration
     shape: tuple[int, ...]
     names: tuple[str, ...]
 
@@ -50,7 +51,9 @@ class CalibratedMemory(NamedTuple):
         fields = load(path)
         whole = isinstance(fields, tuple) and len(fields) == 4
         memory = cls(*fields) if whole else None
-        if memory is None or not isinstance(memory.calibration, Calibration):
+        if memory is None or not isinstance(
+            memory.calibration, Calibration | BlindCalibration
+        ):
             raise ValueError(f"{path} is no memory that the query variant saved")
         if wrong := memory._wrong():
             raise ValueError(f"{path} is damaged: {wrong}")

@@ -8,14 +8,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from uhop_jax import records
+from uhop_jax.blind import BlindCalibration, calibrate_blind
+from uhop_jax.calibration import Calibration
 from uhop_jax.experiments import evaluation, figures
 from uhop_jax.experiments.cells import SCORED, TUNING, Cell, Study, base_row
 from uhop_jax.experiments.evaluation import Entry, Queries, Scores
-from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT
+from uhop_jax.experiments.methods import BLIND, CALIBRATED, FAIR, LIMIT
 from uhop_jax.retrieval import retrieve
+from uhop_jax.transformations import image_transformations
 
 BYTES = 6e8  # most bytes of one block of memory sets
 
@@ -73,14 +77,15 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
                     about = base_row(study, cell, LIMIT, "", run)
                     rows.append(about | _numbers(limit, j, 0))
         for j, run in enumerate(block):
-            if _includes(config, CALIBRATED):
-                row = timed("calibration", _calibrated, study, cell, queries, j, run)
-                rows.append(row)
+            for name in (CALIBRATED, BLIND):
+                if _includes(config, name):
+                    args = (study, cell, queries, j, run, name)
+                    rows.append(timed("calibration", _calibrated, *args))
             timed.done(1)
     # Models in the order of the protocol, and their runs, whatever the block size.
     names = [(e.method.name, e.setting) for e in entries]
     order = {name: number for number, name in enumerate(names)}
-    last = {CALIBRATED: len(order), LIMIT: len(order) + 1}
+    last = {name: len(order) + i for i, name in enumerate((CALIBRATED, BLIND, LIMIT))}
 
     def place(row: dict) -> tuple[int, int]:
         number = order.get((row["method"], row["setting"]))
@@ -90,8 +95,12 @@ def retrieval_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
 
 
 def _includes(config: ConfigDict, name: str) -> bool:
-    """Whether a run has the calibrated memory, or the limit; only a fair run can."""
-    return config.protocol == "fair" and (not config.methods or name in config.methods)
+    """Whether a run has a calibrated memory, or the limit; only a fair run can.
+
+    Blind calibration takes its time, and must be named.
+    """
+    everything = not config.methods and name != BLIND
+    return config.protocol == "fair" and (everything or name in config.methods)
 
 
 def _numbers(scores: Scores, j: int, i: int) -> dict[str, float]:
@@ -122,21 +131,36 @@ def _losses(entries: Sequence[Entry], queries: Queries, t: float) -> dict:
     }
 
 
-def _calibrated(study: Study, cell: Cell, queries: Queries, j: int, index: int) -> dict:
-    """The record of the calibrated memory on one memory set."""
-    memories = queries.memories[j]
-    calibration = study.calibrated(cell, memories, index)
-    model = calibration.model
+def _calibrated(
+    study: Study, cell: Cell, queries: Queries, j: int, index: int, name: str
+) -> dict:
+    """The record of a calibrated memory on one memory set."""
+    memories, query = queries.memories[j], queries.query[j]
     observed = None if queries.observed is None else queries.observed[j]
-    weights = retrieve(model, memories, queries.query[j], observed=observed).weights
+    calibration = _calibration(study, cell, memories, query, observed, index, name)
+    model = calibration.model
+    weights = retrieve(model, memories, query, observed=observed).weights
     scores = evaluation.scores_of_weights(weights[None], memories[None])
     setting = f"{calibration.name}, {type(model.separation).__name__.lower()}"
     beta = {"beta": float(np.asarray(model.beta))}
-    return (
-        base_row(study, cell, CALIBRATED, setting, index)
-        | _numbers(scores, 0, 0)
-        | beta
-    )
+    return base_row(study, cell, name, setting, index) | _numbers(scores, 0, 0) | beta
+
+
+def _calibration(
+    study: Study,
+    cell: Cell,
+    memories: Array,
+    query: Array,
+    observed: Array | None,
+    index: int,
+    name: str,
+) -> Calibration | BlindCalibration:
+    """The calibration that a method of this name has for a memory set."""
+    if name == CALIBRATED:
+        return study.calibrated(cell, memories, index)
+    shape = study.patterns.shape
+    moves = image_transformations(shape) if len(shape) == 3 else None
+    return calibrate_blind(memories, query, observed=observed, transformations=moves)
 
 
 def _limit(corruption: Any, queries: Queries) -> Scores | None:
@@ -243,13 +267,14 @@ def picture(study: Study, cell: Cell, rows: Sequence[dict], path: Path) -> None:
         weights = evaluation.weights(entry, row["beta"], queries)[0][:number]
         title = f"{row['method']}\nerror {row['error']:.2f}"
         columns[title] = jnp.clip(weights @ memories, 0, 1)
+    observed = None if queries.observed is None else queries.observed[0]
+    about = memories, queries.query[0], observed, 0
     for row in of_cell:
-        if row["method"] == CALIBRATED and CALIBRATED in study.config.pictured:
-            model = study.calibrated(cell, memories, 0).model
-            observed = None if queries.observed is None else queries.observed[0]
-            query = queries.query[0]
-            state = retrieve(model, memories, query, observed=observed).state
-            columns[f"{CALIBRATED}\nerror {row['error']:.2f}"] = state[:number]
+        name = row["method"]
+        if name in (CALIBRATED, BLIND) and name in study.config.pictured:
+            model = _calibration(study, cell, *about, name).model
+            state = retrieve(model, *about[:2], observed=observed).state
+            columns[f"{name}\nerror {row['error']:.2f}"] = state[:number]
     figures.images(
         path,
         {name: np.asarray(x).reshape(-1, *shape) for name, x in columns.items()},

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from uhop_jax import plotting, records
-from uhop_jax.experiments.methods import CALIBRATED, FAIR, LIMIT, PAPER
+from uhop_jax.experiments.methods import BLIND, CALIBRATED, FAIR, LIMIT, PAPER
 from uhop_jax.experiments.protocols import REFERENCE
 from uhop_jax.plotting import Comparison, Panel, Style
 from uhop_jax.workdir import write_file
@@ -19,7 +19,7 @@ MOST_IMAGES = 100  # rows of an image grid; Matplotlib draws no more than 65,536
 FEW = 8  # most curves of one panel
 FEWEST = 3  # fewest points of a curve; below it, methods stand side by side
 _GROUPS = {m.name: m.group for m in (*FAIR, *PAPER, *REFERENCE)}
-_GROUPS |= {CALIBRATED: "calibration", LIMIT: "calibration"}
+_GROUPS |= dict.fromkeys((CALIBRATED, BLIND, LIMIT), "calibration")
 # Methods of one family have consecutive numbers.
 _FAMILIES = list(dict.fromkeys(_GROUPS.values()))
 _NUMBERS = {

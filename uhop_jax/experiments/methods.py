@@ -37,7 +37,7 @@ from uhop_jax.stage_one import (
 )
 from uhop_jax.uhop_plus import fit_annealed
 
-CALIBRATED, LIMIT = "calibrated", "limit"
+CALIBRATED, BLIND, LIMIT = "calibrated", "blind", "limit"
 OTHER = "other fixed similarities"
 
 

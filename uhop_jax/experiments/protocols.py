@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice, check_count, check_positive
 from uhop_jax.experiments.methods import (
+    BLIND,
     CALIBRATED,
     FAIR,
     LIMIT,
@@ -107,6 +108,8 @@ _FAMILIES = {
 }
 _OTHERS = {
     CALIBRATED: "similarity, kernel and beta by `calibrate`, on corrupted copies",
+    BLIND: "similarity, kernel and beta by `calibrate_blind`, on the queries alone",
+    "known corruption": "the likelihood learned from corrupted copies, at beta 1",
     LIMIT: "the posterior mean, which knows the corruption: the least expected error",
 }
 
@@ -116,6 +119,7 @@ def meaning(name: str) -> str:
     if name in _OTHERS:
         return _OTHERS[name]
     methods = {method.name: method for method in (*REFERENCE, *FAIR)}
+    methods["dot"] = methods["MHM"]
     method = methods[name]
     family = _FAMILIES[method.family.split()[0]] if method.family else ""
     separation = type(method.separation).__name__.lower()
@@ -153,12 +157,14 @@ def check(config: ConfigDict) -> None:
     for ridge in options.ridges:
         check_positive("stage_one.ridges", ridge)
     known = [method.name for method in METHODS[config.protocol]]
-    extra = [CALIBRATED, LIMIT] if config.protocol == "fair" else []
+    extra = [CALIBRATED, BLIND, LIMIT] if config.protocol == "fair" else []
     for name in config.methods:
         what = f"method of the {config.protocol} protocol"
         check_choice(what, name, [*known, *extra])
     if config.methods and not set(known) & set(config.methods):
-        raise ValueError("methods must name at least one besides calibrated, limit")
+        raise ValueError(
+            "methods must name at least one besides calibrated, blind, limit"
+        )
 
 
 def protocol_of(config: ConfigDict, dimension: int) -> Protocol:

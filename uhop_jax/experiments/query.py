@@ -1,5 +1,6 @@
 """A user's own memory: store patterns, choose a model, answer queries, reload later."""
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from ml_collections import ConfigDict
 from uhop_jax import data, records
 from uhop_jax._checks import check_count, check_seed
 from uhop_jax._files import mapped_array
+from uhop_jax.blind import BlindCalibration, calibrate_blind
 from uhop_jax.calibration import calibrate
 from uhop_jax.data.patterns import check_scale, mapped_patterns
 from uhop_jax.experiments import figures
@@ -26,7 +28,10 @@ from uhop_jax.experiments.answers import (
 from uhop_jax.experiments.cells import load_patterns, patterns_read
 from uhop_jax.experiments.kinds import KnownMasks, corruption_of
 from uhop_jax.sharding import memory_mesh
+from uhop_jax.transformations import image_transformations
 from uhop_jax.workdir import check, claimed, fingerprint, write_file, write_table
+
+ASSUMED = "mask"  # the corruption of queries that are not there to learn from
 
 
 def run(config: ConfigDict, workdir: Path) -> None:
@@ -71,16 +76,27 @@ def run(config: ConfigDict, workdir: Path) -> None:
         seen = queries.values if observed is None else queries.values * observed
         check_scale("queries", np.asarray(seen), known)
     mapped = mapped_patterns(config.mapped, known) if config.mapped else None
-    options, shape = config.corruption, tuple(stored.shape)
+    shape = tuple(stored.shape)
+    options = config.corruption
     clamped = bool(stored.values.min() >= 0 and stored.values.max() <= 1)
-    corruption = corruption_of(options.kind, options.level, shape, clamped=clamped)
+    kind = options.kind or ASSUMED
+    corruption = corruption_of(kind, options.level, shape, clamped=clamped)
     if observed is not None:
         corruption = KnownMasks(observed)
     check(workdir, config, read)
     if memory is None:
         values = jnp.asarray(stored.values)
-        calibration = calibrate(jax.random.key(config.seed), values, corruption)
-        shape = tuple(stored.shape)
+        learn = not options.kind and observed is None and mapped is None
+        if learn and queries is not None:
+            calibration: Any = _blind(values, jnp.asarray(queries.values), shape)
+        else:
+            calibration = calibrate(jax.random.key(config.seed), values, corruption)
+            if not options.kind and observed is None:
+                print(
+                    f"retrieve.py: calibrated for queries with {ASSUMED} "
+                    f"{options.level:g}; corruption.kind names another corruption",
+                    file=sys.stderr,
+                )
         memory = CalibratedMemory(values, calibration, shape, stored.names)
     answers = None
     patterns = np.asarray(memory.values) if mapped is None else mapped
@@ -110,6 +126,17 @@ def run(config: ConfigDict, workdir: Path) -> None:
             print(f"... and {len(rows) - 10} more in answers.csv")
     spent = time.perf_counter() - began
     print(f"{spent:.1f} s; written to {workdir}: {', '.join(written) or 'nothing new'}")
+
+
+def _blind(values: Array, queries: Array, shape: tuple[int, ...]) -> BlindCalibration:
+    """Calibrates on the queries alone, moved and blurred as images may be."""
+    if len(queries) < 2:
+        raise ValueError(
+            "one query does not tell how queries are corrupted: name the corruption by "
+            "corruption.kind, or give more queries"
+        )
+    moves = image_transformations(shape) if len(shape) == 3 else None
+    return calibrate_blind(values, queries, transformations=moves)
 
 
 def _write(

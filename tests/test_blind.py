@@ -1,0 +1,289 @@
+"""Blind calibration, and sets of transformations."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close, every_dtype
+
+import uhop_jax as uhop
+from uhop_jax import data
+from uhop_jax._expectation import (
+    counted,
+    fold,
+    leading_by_likelihood,
+    leading_of,
+    predictive,
+)
+from uhop_jax.blind import LEARNED, MOVED
+from uhop_jax.experiments.kinds import (
+    Blur,
+    Inverted,
+    SaltAndPepper,
+    Shift,
+    ShiftedNoise,
+)
+from uhop_jax.likelihood import factors, probabilities
+from uhop_jax.transformations import (
+    Blurs,
+    Flips,
+    Occlusions,
+    Shifts,
+    Transformations,
+    Transformed,
+    Union,
+    Warps,
+    image_transformations,
+)
+
+SHAPE = (8, 8, 1)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return jnp.asarray(data.load("digits", limit=60).values, jnp.float32)
+
+
+def queries_of(digits, corruption, number=120):
+    target = jnp.arange(number) % len(digits)
+    return corruption(jax.random.key(1), digits[target]), target
+
+
+def error(model, memories, query, target):
+    state = uhop.retrieve(model, memories, query).state
+    return float(((state - memories[target]) ** 2).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    "corruption",
+    [Inverted(0.2), pytest.param(SaltAndPepper(0.5), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_learns_what_no_fixed_similarity_can(digits, corruption):
+    query, target = queries_of(digits, corruption)
+    calibration = uhop.calibrate_blind(digits, query)
+    assert calibration.name == LEARNED and calibration.certain
+    known = uhop.fit_likelihood(jax.random.key(2), digits, corruption)
+    best = error(uhop.Model(uhop.Dot(known), beta=1.0), digits, query, target)
+    blind = error(calibration.model, digits, query, target)
+    assert blind <= 1.25 * best + 0.1
+    fixed = min(
+        error(uhop.Model(similarity, beta=beta), digits, query, target)
+        for similarity in (uhop.Cosine(), uhop.NegativeSquaredL2())
+        for beta in (1.0, 10.0, 100.0)
+    )
+    assert blind < 0.5 * fixed
+    assert "without labels" in calibration.summary()
+    assert abs(float(calibration.expected_error) - blind) < 0.1 + blind
+
+
+def test_transformations_undo_what_moves_components(digits):
+    query, target = queries_of(digits, Shift(1, SHAPE))
+    moves = Shifts(1, SHAPE)
+    calibration = uhop.calibrate_blind(digits, query, transformations=moves)
+    assert calibration.name == MOVED and calibration.certain
+    assert error(calibration.model, digits, query, target) < 0.1
+    weights = jnp.exp(calibration.model.similarity.log_weights)
+    # The four directions are equally frequent, and nothing else occurs.
+    assert_close(weights[jnp.asarray([1, 3, 5, 7])], np.full(4, 0.25), floor=0.08)
+    plain = uhop.calibrate_blind(digits, query)
+    assert error(plain.model, digits, query, target) > 1
+
+
+def test_an_easy_corruption_loses_nothing(digits):
+    query, target = queries_of(digits, uhop.Noise(0.1))
+    moves = image_transformations(SHAPE)
+    calibration = uhop.calibrate_blind(digits, query, transformations=moves)
+    assert error(calibration.model, digits, query, target) < 0.01
+    assert "not enough" not in calibration.summary()
+    unsure = dataclasses.replace(calibration, advantage=calibration.standard_error)
+    assert not unsure.certain and "not enough queries to tell" in unsure.summary()
+
+
+def test_known_components_alone_count(digits):
+    seen = jax.random.bernoulli(jax.random.key(3), 0.5, (60, 64))
+    query = jnp.where(seen, 1 - digits, 0.77)
+    calibration = uhop.calibrate_blind(digits, query, observed=seen)
+    model = calibration.model
+    state = uhop.retrieve(model, digits, query, observed=seen).state
+    assert float(((state - digits) ** 2).sum(-1).mean()) < 0.1
+
+
+@every_dtype
+def test_every_dtype(digits, dtype):
+    query, target = queries_of(digits, Inverted(0.2), 40)
+    memories, query = digits[:20].astype(dtype), query.astype(dtype)
+    calibration = uhop.calibrate_blind(memories, query[target < 20])
+    weights = uhop.retrieve(calibration.model, memories, query[target < 20]).weights
+    assert (weights.argmax(-1) == target[target < 20]).mean() > 0.9
+
+
+def test_the_predictive_likelihood_is_its_formula():
+    rng = np.random.default_rng(0)
+    K, M, Q, d, F = 5, 7, 3, 6, 3
+    memories, queries = rng.integers(0, K, (M, d)), rng.integers(0, K, (Q, d))
+    order = rng.permutation(d)
+    bins = jnp.asarray(memories), jnp.asarray(queries)
+    problem = fold(*bins, order, F, K, jnp.float64)
+    counts = jnp.asarray(rng.integers(1, 9, (K, K)), jnp.float64)
+    table = np.asarray(probabilities(counts))
+    prior = rng.normal(size=M)
+    betas = jnp.asarray([0.3, 1.0])
+    leading = leading_by_likelihood(problem, counts, jnp.asarray(prior), betas, rank=K)
+    actual = predictive(problem, leading, betas, jnp.asarray(table)[None])
+    _, uses = counted(problem, leading, betas[1], leading.total[..., 1])
+    log_table = np.log(table)
+    marginal = np.asarray(problem.marginal)
+    expected, used = np.zeros((Q, 2)), np.zeros(M)
+    fold_of = np.empty(d, int)
+    fold_of[order] = np.arange(d) * F // d
+    for q in range(Q):
+        for f in range(F):
+            inside = fold_of == f
+            logits = prior + sum(
+                log_table[memories[:, j], queries[q, j]]
+                for j in np.flatnonzero(~inside)
+            )
+            for b, beta in enumerate(betas):
+                p = np.exp(beta * (logits - logits.max()))
+                p /= p.sum()
+                used += p if b else 0
+                for j in np.flatnonzero(inside):
+                    c = queries[q, j]
+                    chance = p @ table[memories[:, j], c]
+                    expected[q, b] += np.log(chance / marginal[c])
+    assert_close(actual, expected)
+    assert_close(uses, used)
+
+
+def test_blocks_of_memories_give_the_same_leading_ones():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 53), jnp.float64)
+    betas = jnp.asarray([0.5, 2.0])
+    whole, parts = leading_of(logits, betas), leading_of(logits, betas, size=20)
+    for a, b in zip(whole, parts, strict=True):
+        assert_close(a.astype(jnp.float64), b)
+    assert_close(whole.total[..., 1], jax.nn.logsumexp(2 * logits, axis=-1))
+
+
+def test_factors_of_a_table_are_its_logarithm():
+    counts = jnp.asarray(np.random.default_rng(0).integers(1, 9, (5, 5)), jnp.float64)
+    rows, columns = factors(counts)
+    difference = rows @ columns.T - jnp.log(probabilities(counts))
+    assert_close(difference - difference[:1], np.zeros((5, 5)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"queries": jnp.zeros((3, 5))}, "memories have dimension 4, queries 5"),
+        ({"queries": jnp.ones((3, 4))}, "queries must differ: all are equal"),
+        ({"memories": jnp.ones((3, 4))}, "memories must differ: all are equal"),
+        ({"queries": jnp.eye(4)[:1]}, r"at least two queries of shape \(Q, d\)"),
+        ({"queries": jnp.eye(4) * jnp.nan}, "queries must be finite, got 16 NaN"),
+        ({"candidates": {}}, "candidates must be a mapping"),
+        ({"candidates": {LEARNED: uhop.Dot()}}, "must not be named"),
+        ({"transformations": abs}, "transformations must be Transformations"),
+        (
+            {"transformations": Occlusions(1, 1, (2, 3, 1))},
+            r"images of shape \(2, 3, 1\) have dimension 6, patterns have 4",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused(untyped, changes, message):
+    arguments = {"memories": jnp.eye(4), "queries": jnp.eye(4)} | changes
+    with pytest.raises(ValueError, match=message):
+        uhop.calibrate_blind(
+            arguments.pop("memories"), arguments.pop("queries"), **arguments
+        )
+
+
+def test_it_runs_on_the_host_alone():
+    with pytest.raises(ValueError, match="calibrate_blind"):
+        jax.jit(uhop.calibrate_blind)(jnp.eye(4), jnp.eye(4))
+
+
+# Transformations
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Shifts(1, SHAPE),
+        Flips(SHAPE),
+        Blurs((0.5, 1.0), SHAPE),
+        Warps((0.0, 10.0), (1.0, 1.2), SHAPE),
+        Occlusions(4, 2, SHAPE),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_a_union_has_the_transformations_of_its_parts(digits, part):
+    union = Union((Flips(SHAPE), part))
+    assert union.number == 3 + part.number
+
+    def every(transformations):
+        index = jnp.arange(transformations.number)
+        return jax.jit(jax.vmap(lambda i: transformations(i, digits[:3])))(index)
+
+    assert_close(every(union)[3:], every(part))
+    results = np.asarray(every(part)).reshape(part.number, -1)
+    assert len(np.unique(results.round(4), axis=0)) == part.number
+
+
+def test_shifts_blurs_and_warps_are_the_corruptions(digits):
+    images = digits[:3]
+    moved = ShiftedNoise(0.0, SHAPE)(jax.random.key(0), images)
+    shifts = [Shifts(2, SHAPE)(i, images) for i in (2, 10, 14, 22)]
+    nearest = min(float(jnp.abs(moved[0] - x[0]).max()) for x in shifts)
+    assert nearest == 0
+    blurred = Blur(1.0, SHAPE)(jax.random.key(0), images)
+    assert_close(Blurs((1.0,), SHAPE)(jnp.int32(0), images), blurred)
+    quarter = Warps((90.0,), (1.0,), SHAPE)(jnp.int32(0), images)
+    turned = jnp.rot90(images.reshape(-1, *SHAPE), axes=(1, 2))
+    assert_close(quarter.reshape(turned.shape), turned, floor=1e-4)
+
+
+class Rolled(Transformations):
+    """A set that a user wrote: components move in a circle."""
+
+    @property
+    def number(self):
+        return 4
+
+    def __call__(self, index, patterns):
+        return jnp.roll(patterns, index, axis=1)
+
+
+def test_a_likelihood_over_transformations_is_its_sum_and_is_saved(tmp_path):
+    rng = np.random.default_rng(0)
+    memories = jnp.asarray(rng.random((6, 5)), jnp.float64)
+    query = jnp.asarray(rng.random((3, 5)), jnp.float64)
+    kernel = uhop.fit_likelihood(jax.random.key(0), memories, uhop.Noise(0.2), copies=9)
+    log_weights = jax.nn.log_softmax(jnp.arange(4.0))
+    similarity = Transformed(kernel, transformations=Rolled(), log_weights=log_weights)
+    expected = jax.nn.logsumexp(
+        jnp.stack(
+            [
+                uhop.Dot(kernel)(jnp.roll(memories, i, axis=1), query) + log_weights[i]
+                for i in range(4)
+            ]
+        ),
+        axis=0,
+    )
+    assert_close(similarity(memories, query), expected)
+    model = uhop.Model(similarity, beta=0.5)
+    whole = uhop.retrieve(model, memories, query)
+    streamed = uhop.retrieve_streamed(model, memories, query, block=4)
+    assert_close(streamed.state, whole.state)
+    on_host = uhop.retrieve_streamed(model, np.asarray(memories), query, block=4)
+    assert_close(on_host.state, whole.state)
+    path = uhop.save(tmp_path / "model.npz", model)
+    assert_close(uhop.retrieve(uhop.load(path), memories, query).state, whole.state)
+    assert not model.has_energy
+    with pytest.raises(ValueError, match="degrees and scales"):
+        Warps((1.0,), (), SHAPE)
+    with pytest.raises(ValueError, match="height must be at least 1"):
+        image_transformations((0, 3, 1))
+    assert dataclasses.is_dataclass(similarity)

@@ -1,0 +1,181 @@
+"""What queries without labels teach: blind calibration beside what knows more."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from uhop_jax import records
+from uhop_jax.blind import calibrate_blind, fixed_similarities
+from uhop_jax.experiments import figures
+from uhop_jax.experiments.cells import SCORED, Cell, Study, base_row
+from uhop_jax.experiments.methods import BLIND
+from uhop_jax.likelihood import fit_likelihood
+from uhop_jax.model import Model
+from uhop_jax.plotting import Panel
+from uhop_jax.retrieval import retrieve
+from uhop_jax.similarity import Dot, Similarity
+from uhop_jax.transformations import image_transformations
+from uhop_jax.trials import beta_grid, sweep_errors
+
+KNOWN, BEST = "known corruption", "best fixed similarity"
+RANK = 12  # of the table of the known corruption
+DEPENDENT = ("block", "blur", "shift", "shift_noise")
+COLUMNS = {"queries": int, "error": float, "top1": float, "beta": float}
+COLUMNS |= {"advantage": float, "standard_error": float, "expected_error": float}
+
+
+def blind_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
+    """Records of every number of queries and every memory set of a cell."""
+    rows = []
+    shape = study.patterns.shape
+    moves = image_transformations(shape) if len(shape) == 3 else None
+    corruption = study.corruption(cell)
+    for run in range(study.config.runs):
+        memories = study.queries(cell, SCORED, range(run, run + 1)).memories[0]
+        known_key, query_key = jax.random.split(study.key(6, cell.memories, run))
+        kernel = timed("known", fit_likelihood, known_key, memories, corruption)
+        known = Model(Dot(kernel.cut(RANK)), beta=1.0)
+        for number in study.config.queries:
+            key = jax.random.fold_in(query_key, number)
+            target = _targets(run, cell.memories, number)
+            query, _ = corruption(key, memories[target])
+            about = study, cell, run, number
+            for name, similarity in fixed_similarities(memories, query).items():
+                scores = timed("fixed", _best, memories, query, target, similarity)
+                rows.append(_row(*about, name, scores))
+            rows.append(_row(*about, KNOWN, _scores(known, memories, query, target)))
+            result = timed(
+                "blind", calibrate_blind, memories, query, transformations=moves
+            )
+            told = {
+                name: float(getattr(result, name))
+                for name in ("advantage", "standard_error", "expected_error")
+            }
+            scores = _scores(result.model, memories, query, target)
+            rows.append(_row(*about, BLIND, scores | told, setting=result.name))
+        timed.done(1)
+    return rows
+
+
+def _row(
+    study: Study,
+    cell: Cell,
+    run: int,
+    queries: int,
+    method: str,
+    scores: dict,
+    setting: str = "",
+) -> dict:
+    """The record of a method."""
+    return base_row(study, cell, method, setting, run) | {"queries": queries} | scores
+
+
+def _targets(run: int, memories: int, number: int) -> np.ndarray:
+    """The memory of each query; none has two queries while another has none."""
+    rng = np.random.default_rng([run, memories, number])
+    order = rng.permutation(memories)
+    return rng.permutation(np.resize(order, number))
+
+
+def _best(
+    memories: Array, query: Array, target: np.ndarray, similarity: Similarity
+) -> dict:
+    """Error and beta of a similarity at its best beta on these very queries."""
+    errors, betas = _errors(memories, query, jnp.asarray(target), similarity)
+    best = int(np.nanargmin(errors))
+    return {"error": float(errors[best]), "beta": float(betas[best])}
+
+
+@jax.jit
+def _errors(
+    memories: Array, query: Array, target: Array, similarity: Similarity
+) -> tuple[Array, Array]:
+    overlaps = similarity(memories, query)
+    betas = beta_grid(overlaps)
+
+    def weights(overlaps: Array, beta: Array) -> Array:
+        return jax.nn.softmax(beta * overlaps, axis=-1)
+
+    return sweep_errors(memories, overlaps, target, weights, betas), betas
+
+
+def _scores(model: Model, memories: Array, query: Array, target: np.ndarray) -> dict:
+    """Error and top-1 of a model, with its beta."""
+    result = retrieve(model, memories, query)
+    error = ((result.state - memories[target]) ** 2).sum(-1).mean()
+    top1 = (result.weights.argmax(-1) == target).mean()
+    beta = float(np.asarray(model.beta))
+    return {"error": float(error), "top1": float(top1), "beta": beta}
+
+
+def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
+    """The records of blind, the known corruption and, of each cell, the best fixed."""
+    kept = [dict(row) for row in rows if row["method"] in (BLIND, KNOWN)]
+    fixed = [row for row in rows if row["method"] not in (BLIND, KNOWN)]
+    for _, group in records.grouped(fixed, (*records.CELL, "queries")).items():
+        by_method = records.grouped(group, ("method",))
+        best = min(
+            by_method.values(), key=lambda lot: np.mean([row["error"] for row in lot])
+        )
+        kept += [dict(row, method=BEST, setting=row["method"]) for row in best]
+    return kept
+
+
+def blind_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Error against the number of queries, for the largest memory sets."""
+    most = max(row["memories"] for row in rows)
+    shown = [row for row in _compared(rows) if row["memories"] == most]
+    return [
+        Panel(
+            f"M = {most}, {corruption} {level:g}",
+            records.curves(group, "queries", "error", "method", interval=True),
+            "queries without labels",
+            figures.ERROR,
+            xscale="log",
+            yscale="auto",
+        )
+        for (corruption, level), group in records.grouped(
+            shown, ("corruption", "level")
+        ).items()
+    ]
+
+
+def blind_report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Errors by cell, and the cells in which blind calibration loses."""
+    compared = _compared(rows)
+    numbers = sorted({row["queries"] for row in rows})
+    names = (BEST, BLIND, KNOWN)
+    lines = [["cell", *(f"{name}, Q = {Q}" for Q in numbers for name in names)]]
+    cells: dict[str, list[str]] = {f"blind at most 1.05 times {BEST}, or 0.1 more": []}
+    cells[f"blind at most 1.25 times {KNOWN}, or 0.5 more (Q = {numbers[-1]})"] = []
+    totals = [0, 0]
+    for cell, group in records.grouped(compared, records.CELL).items():
+        line = [Cell(*cell).title]
+        for Q in numbers:
+            lots = records.grouped(
+                [row for row in group if row["queries"] == Q], ("method",)
+            )
+            best, blind, known = (
+                float(np.mean([row["error"] for row in lots[(name,)]]))
+                for name in names
+            )
+            line += [f"{best:.3g}", f"{blind:.3g}", f"{known:.3g}"]
+            title = f"{line[0]}, Q = {Q} ({blind:.3g}, {best:.3g}, {known:.3g})"
+            never, near = cells.values()
+            totals[0] += 1
+            if blind > 1.05 * best + 0.1:
+                never.append(title)
+            if Q == numbers[-1] and cell[1] not in DEPENDENT:
+                totals[1] += 1
+                if blind > max(1.25 * known, known + 0.5):
+                    near.append(title)
+        lines.append(line)
+    text = records.aligned(lines)
+    for (rule, failed), total in zip(cells.items(), totals, strict=True):
+        text += f"\n\n{rule}: {total - len(failed)} of {total} cells"
+        text += "".join(f"\n  not {title}" for title in failed)
+    return text
