@@ -1,6 +1,7 @@
 """Strict JAX for every test, and shared helpers and fixtures."""
 
 import atexit
+import gc
 import inspect
 import json
 import os
@@ -23,7 +24,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.mkdtemp(prefix="uhop_jax_")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import jax
@@ -198,6 +199,13 @@ def slow_where(condition):
     return pytest.mark.slow_where.with_args(condition)
 
 
+def pytest_collection_finish():
+    """Modules and traces stay for the whole session: garbage is sought less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+
+
 def pytest_collection_modifyitems(config, items):
     choices = {}
     for item in items:
@@ -215,8 +223,10 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"slow_where chooses {which} of {name}")
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Prints the number of stale result files."""
+def pytest_terminal_summary(terminalreporter, config):
+    """Prints the number of stale result files, after the whole suite."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
     sys.path.insert(0, str(ROOT / "scripts"))
     import files
 

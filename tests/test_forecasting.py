@@ -1,5 +1,6 @@
 """`train.py` on series: files, interrupted studies, exports, and wrong input."""
 
+import functools
 import json
 import re
 import warnings
@@ -246,16 +247,24 @@ def test_a_study_continues_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm
     """A study interrupted in its second horizon ends like an uninterrupted study."""
     changes = {"arms": (arm,), "train.checkpoint_seconds": 0.0}
     two = tiny(path, horizon=(4, 6), **changes)
-    advance, steps = Trainer.advance, []
+    steps = []
 
-    def interrupted(self, *arguments):
-        steps.append(self.task.train)
-        if len([1 for x in steps if x is self.task.train]) == 3 and len(steps) > 6:
-            raise KeyboardInterrupt
-        return advance(self, *arguments)
+    def interrupted(self):
+        advance = uninterrupted.func(self)
 
+        def step(*arguments):
+            steps.append(self.task.train)
+            if len([1 for x in steps if x is self.task.train]) == 3 and len(steps) > 6:
+                raise KeyboardInterrupt
+            return advance(*arguments)
+
+        return step
+
+    uninterrupted = Trainer.advance
+    advance = functools.cached_property(interrupted)
+    advance.__set_name__(Trainer, "advance")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "advance", interrupted)
+        patch.setattr(Trainer, "advance", advance)
         train_and_evaluate(two, tmp_path / "study")
     inner = sorted(p for p in (tmp_path / "study").iterdir() if p.is_dir())
     for horizon, directory in zip((4, 6), inner, strict=True):

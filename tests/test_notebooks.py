@@ -9,6 +9,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -64,17 +65,26 @@ def test_colab_keeps_its_own_jax():
         assert name not in named and re.search(r">=[\d.]+,<[\d.]+$", bounds[name])
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_from_a_clean_kernel(path, tmp_path):
-    notebook = read(path)
+@pytest.fixture(scope="module")
+def kernel():
+    """One kernel for all notebooks: its start and its imports take most of the time."""
+    manager = KernelManager(kernel_name="python3")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    runner = nbclient.NotebookClient(
-        notebook,
-        timeout=300,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
-    runner.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    manager.start_kernel(env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_with_clean_names(path, tmp_path, kernel):
+    notebook = read(path)
+    clean = f"%reset -f\n%cd -q {tmp_path}"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(clean))
+    runner = nbclient.NotebookClient(notebook, km=kernel, timeout=300)
+    try:
+        runner.execute()
+    finally:
+        runner.kc.stop_channels()
     outputs = [x for cell in notebook.cells for x in cell.get("outputs", [])]
     errors = "".join(x.text for x in outputs if x.get("name") == "stderr")
     progress = r"\w+: [\d,]+ of [\d,]+ (memory sets|examples), .*"  # if it is slow

@@ -183,6 +183,7 @@ def test_many_settings_are_split_by_method():
     assert [part.title for part in parts] == [f"mask 0.5, {name}" for name in names]
     pairs = figures.sweep(rows(names, sizes=(10, 20, 50), settings=settings[:2]))
     assert [len(part.series) for part in pairs] == [8, 2 * len(names) - 8]
+    assert [part.title[10:] for part in pairs] == ["kernel, 1 of 2", "kernel, 2 of 2"]
     assert figures.sweep(rows(["MHM", "l2"], sizes=(1, 2, 3)))[0].title == "mask 0.5"
 
 

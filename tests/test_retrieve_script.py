@@ -604,6 +604,30 @@ def test_known_missing_pixels_are_left_out(tmp_path):
     assert [row["index"] for row in rows] == [str(n) for n in range(60)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder of digits and queries, and answers from memories that lie in one array.
+
+    The answers are to whole queries, "all", and to queries of known pixels, "seen".
+    """
+    folder = tmp_path_factory.mktemp("whole")
+    digits = data.load("digits", limit=31)
+    np.save(folder / "digits.npy", digits.values)
+    np.save(folder / "swapped.npy", digits.values.reshape(-1, 8, 8).astype(">f8"))
+    seen = np.tile(np.arange(64) % 3 > 0, (9, 1))
+    np.save(folder / "seen.npy", seen)
+    np.save(folder / "queries.npy", digits.values[:9] * seen)
+    common = {"data.name": "digits.npy", "queries": "queries.npy"}
+    common["corruption.kind"] = "mask"
+    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(False):
+        patch.chdir(folder)
+        with jax.numpy_dtype_promotion("standard"):
+            experiments.run(query_config(**common), folder / "all")
+            known = common | {"observed": "seen.npy"}
+            experiments.run(query_config(**known), folder / "seen")
+    return folder, common
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -614,21 +638,14 @@ def test_known_missing_pixels_are_left_out(tmp_path):
     ],
     ids=str,
 )
-def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, changes):
-    monkeypatch.chdir(tmp_path)
-    digits = data.load("digits", limit=31)
-    np.save("digits.npy", digits.values)
-    np.save("swapped.npy", digits.values.reshape(-1, 8, 8).astype(">f8"))
-    seen = np.tile(np.arange(64) % 3 > 0, (9, 1))
-    np.save("seen.npy", seen)
-    np.save("queries.npy", digits.values[:9] * seen)
-    common = {"data.name": "digits.npy", "queries": "queries.npy"}
-    common["corruption.kind"] = "mask"
-    common |= {k: v for k, v in changes.items() if k == "observed"}
-    experiments.run(query_config(**common), tmp_path / "whole")
+def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, whole, changes):
+    folder, common = whole
+    monkeypatch.chdir(folder)
     experiments.run(query_config(**common | changes), tmp_path / "run")
-    whole, rows = (read(tmp_path / x / "answers.csv") for x in ("whole", "run"))
-    for a, b in zip(whole, rows, strict=True):
+    name = "seen" if "observed" in changes else "all"
+    expected = read(folder / name / "answers.csv")
+    rows = read(tmp_path / "run" / "answers.csv")
+    for a, b in zip(expected, rows, strict=True):
         assert a["index"] == b["index"]
         for name in ("weight", "margin", "expected_error"):
             assert abs(float(a[name]) - float(b[name])) < 1e-3

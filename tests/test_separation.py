@@ -156,6 +156,23 @@ def conjugate_gradient(sep, z):
     return jax.grad(lambda z: sep.conjugate(z).sum())(z)
 
 
+def tempered(sep, overlaps, beta):
+    return sep.tempered(overlaps, beta)
+
+
+def of_product(sep, overlaps, beta):
+    return sep(beta.astype(overlaps.dtype)[..., None] * overlaps)
+
+
+jitted_tempered, jitted_of_product = jax.jit(tempered), jax.jit(of_product)
+jacobians_of_tempered = jax.jit(jax.jacrev(tempered, (1, 2)))
+
+
+@jax.jit
+def tempered_conjugate(sep, overlaps, beta):
+    return sep.tempered_conjugate(overlaps, beta)
+
+
 def normal(*shape, seed=0, scale=1.0, dtype=jnp.float64):
     draws = np.random.default_rng(seed).normal(size=shape)
     return jnp.asarray(scale * draws, dtype)
@@ -238,30 +255,38 @@ def test_derivative_in_alpha(function, alpha):
     assert_close(jax.jacfwd(f)(alpha), expected, floor=1e-5)
 
 
+@functools.cache  # one program for every alpha
+def derivatives_of_totals(function, cases):
+    """First derivatives in alpha and the overlaps, and second ones in both modes."""
+
+    def total(alpha, z, cotangent):
+        result = function(Entmax(alpha, cases=cases), z)
+        return (cotangent * result).sum() if result.ndim else result
+
+    first = jax.grad(total, (0, 1))
+    seconds = [outer(first, (0, 1)) for outer in (jax.jacfwd, jax.jacrev)]
+    return jax.jit(first), [jax.jit(second) for second in seconds]
+
+
 @pytest.mark.parametrize("cases", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0])
 def test_second_derivatives(alpha, cases):
     """Second derivatives are differences of first ones, for every branch of `alpha`."""
     z, cotangent = normal(2, 5, seed=3)
     h = 1e-4
-
-    def total(function, alpha, z):
-        result = function(Entmax(alpha, cases=cases), z)
-        return (cotangent * result).sum() if result.ndim else result
-
     for function in (weights, conjugate):
-        f = functools.partial(total, function)
-        first = jax.jit(jax.grad(f, (0, 1)))
+        first, seconds = derivatives_of_totals(function, cases)
         by_alpha = jax.tree.map(  # from above alone, where alpha is 1
             lambda *x: (-11 * x[0] + 18 * x[1] - 9 * x[2] + 2 * x[3]) / (6 * h),
-            *(first(alpha + k * h, z) for k in range(4)),
+            *(first(alpha + k * h, z, cotangent) for k in range(4)),
         )
-        rows = [
-            (first(alpha, z + h * e)[1] - first(alpha, z - h * e)[1]) / (2 * h)
-            for e in jnp.eye(5)
-        ]
-        for outer, inner in ((jax.jacfwd, jax.grad), (jax.jacrev, jax.grad)):
-            second = jax.jit(outer(inner(f, (0, 1)), (0, 1)))(alpha, z)
+        above, below = (
+            jnp.stack([first(alpha, z + step * e, cotangent)[1] for e in jnp.eye(5)])
+            for step in (h, -h)
+        )
+        rows = (above - below) / (2 * h)
+        for second in seconds:
+            second = second(alpha, z, cotangent)
             assert_close(second[0][0], by_alpha[0], floor=1e-5)
             assert_close(second[0][1], by_alpha[1], floor=1e-5)
             assert_close(second[1][0], by_alpha[1], floor=1e-5)
@@ -383,7 +408,9 @@ BETAS = (1e-6, 1e-3, 1.0, 1e3, 1e6, 1e10, 1e20, 1e30, 1e38)
 LEVELS = ([0.875, 0.875, 0.5, -1], [-0.25, -0.5, -2, -3], [0.7, 0.1, 0.3, 0.2])
 
 
-@slow_where(lambda jitted, dtype: not jitted and dtype != jnp.float32)
+@slow_where(
+    lambda jitted, dtype: dtype == jnp.float64 or (not jitted and dtype != jnp.float32)
+)
 @every_separation
 @every_dtype
 @pytest.mark.parametrize("jitted", [False, True])
@@ -393,11 +420,11 @@ def test_any_inverse_temperature(sep, dtype, jitted):
     overlaps = jnp.broadcast_to(jnp.asarray(LEVELS, dtype), (len(BETAS), 3, 4))
     scaled = np.asarray(beta, np.float64)[..., None] * np.asarray(overlaps, np.float64)
     expected = naive_weights(sep, scaled)
-    products = [lambda b: sep.tempered(overlaps, b)]
+    products = [jitted_tempered if jitted else tempered]
     if np.dtype(dtype).itemsize > 2:
-        products.append(lambda b: sep(b.astype(dtype)[..., None] * overlaps))
+        products.append(jitted_of_product if jitted else of_product)
     for product in products:
-        f = jax.jit(product) if jitted else product
+        f = functools.partial(product, sep, overlaps)
         p, slope = jax.jvp(f, (beta,), (jnp.ones_like(beta),))
         assert p.dtype == dtype
         assert_close(f(beta), expected)
@@ -405,6 +432,7 @@ def test_any_inverse_temperature(sep, dtype, jitted):
         assert jnp.isfinite(slope).all()
 
 
+@slow_where(lambda dtype: dtype == jnp.float64)  # both scale with the largest float
 @every_separation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_a_product_that_overflows(sep, dtype):
@@ -414,7 +442,7 @@ def test_a_product_that_overflows(sep, dtype):
         [[3, 3, 2, 1], [-4, -2, -2, -3], [1, -1, -1, -1]], dtype
     ) * jnp.asarray(largest / 4, dtype)
     beta = jnp.asarray([1e30, 1e10, 3.0], dtype)
-    p = jax.jit(sep.tempered)(overlaps, beta)
+    p = jitted_tempered(sep, overlaps, beta)
     halves = [1.0, 0.0] if sep == TopK(1) else [0.5, 0.5]
     expected = np.asarray([[*halves, 0, 0], [0, *halves, 0], [1, 0, 0, 0]])
     if isinstance(sep, Softmax1 | Polynomial):
@@ -425,14 +453,27 @@ def test_a_product_that_overflows(sep, dtype):
     assert_close(p, expected)
     tied = jnp.asarray([jnp.inf, jnp.inf, 0, -jnp.inf], dtype)
     assert_close(weights(sep, tied), [*halves, 0, 0])
-    gradient = jax.jacrev(sep.tempered, (0, 1))(overlaps, beta)
+    gradient = jacobians_of_tempered(sep, overlaps, beta)
     assert all(jnp.isfinite(x).all() for x in gradient)
     if sep.has_conjugate:
-        value = jax.jit(sep.tempered_conjugate)(overlaps, beta)
+        value = tempered_conjugate(sep, overlaps, beta)
         lowest = 0.0 if sep == Softmax1() else overlaps[1, 1]
         expected = jnp.asarray([overlaps[0, 0], lowest, overlaps[2, 0]])
         assert_close(value / largest, expected / largest)
         assert not jnp.isnan(conjugate(sep, tied))
+
+
+@jax.jit
+def conjugates_and_slopes(sep, overlaps, beta, where):
+    """Tempered conjugates and conjugates of products, with derivatives along beta."""
+
+    def tempered(beta):
+        return sep.tempered_conjugate(overlaps, beta, where=where)
+
+    def scaled(beta):
+        return sep.conjugate(beta[..., None] * overlaps, where=where) / beta
+
+    return [jax.jvp(f, (beta,), (beta,)) for f in (tempered, scaled)]
 
 
 @with_conjugate
@@ -441,15 +482,7 @@ def test_conjugate_at_an_inverse_temperature(sep):
     beta = jnp.asarray([0.01, 1.0, 1e3])[:, None] * jnp.ones((1, 3))
     overlaps = jnp.broadcast_to(overlaps, (3, 3, 4))
 
-    def scaled(beta):
-        return sep.conjugate(beta[..., None] * overlaps, where=where) / beta
-
-    def tempered(beta):
-        return sep.tempered_conjugate(overlaps, beta, where=where)
-
-    (a, slope), (b, expected) = (
-        jax.jvp(f, (beta,), (beta,)) for f in (tempered, scaled)
-    )
+    (a, slope), (b, expected) = conjugates_and_slopes(sep, overlaps, beta, where)
     assert_close(a, b)
     assert_close(slope, expected, scale=100)
 
@@ -467,14 +500,17 @@ def exact_entmax(z, alpha):
             (e * (x - ordered[count])) ** (1 / e) for x in ordered[:count]
         ):
             count += 1
-        inside, low, high = ordered[:count], mpmath.mpf(0), mpmath.mpf(1)
-        for _ in range(170):
+        least, low, high = ordered[count - 1], mpmath.mpf(0), mpmath.mpf(1)
+        scaled = [e * (x - least) for x in ordered[:count]]
+        power = max(e, 1)  # the unknown is p, or p**e where that moves weights less
+        for _ in range(80):
             middle = (low + high) / 2
-            p = [(middle**e + e * (x - inside[-1])) ** (1 / e) for x in inside]
-            low, high = (middle, high) if sum(p) < 1 else (low, middle)
-        least = inside[-1]
+            start = middle**power
+            total = sum((start + x) ** (1 / e) for x in scaled)
+            low, high = (middle, high) if total < 1 else (low, middle)
+        start = low**power
         return [
-            float((low**e + e * (x - least)) ** (1 / e)) if x >= least else 0.0
+            float((start + e * (x - least)) ** (1 / e)) if x >= least else 0.0
             for x in z
         ]
 
@@ -525,6 +561,23 @@ def test_steep_weights(alpha, z, expected):
         np.testing.assert_allclose(p, expected, rtol=1e-6)
 
 
+@jax.jit
+def jacobian_of_entmax(alpha, z):
+    return jax.jacfwd(Entmax(alpha))(z)
+
+
+@jax.jit
+def jacobian_of_entmax_backwards(alpha, z):
+    return jax.jacrev(Entmax(alpha))(z)
+
+
+@jax.jit
+def jacobians_of_rows(alphas, z):
+    """Jacobians in alpha and in `z`, mapped over `alphas`."""
+    jacobians = jax.jacrev(lambda alpha, z: Entmax(alpha)(z), (0, 1))
+    return jax.vmap(jacobians, (0, None))(alphas, z)
+
+
 @pytest.mark.parametrize("alpha", [2.2, 3.0, 5.0, 10.0, 20.0])
 def test_steep_derivatives_to_fifty_digits(alpha):
     """Where the slope of the smallest weight is up to 1e17 times the others'."""
@@ -536,15 +589,13 @@ def test_steep_derivatives_to_fifty_digits(alpha):
             [float((a if i == j else 0) - a * b / sum(s)) for j, b in enumerate(s)]
             for i, a in enumerate(s)
         ]
-    for jacobian in (jax.jacfwd, jax.jacrev):
-        result = jax.jit(jacobian(Entmax(alpha)))(z)
+    for jacobian in (jacobian_of_entmax, jacobian_of_entmax_backwards):
+        result = jacobian(alpha, z)
         np.testing.assert_allclose(result, exact, rtol=1e-7, atol=1e-12)
     rows = jnp.asarray([alpha, 1.5])  # mapped: either arithmetic, chosen by row
-    gradient = jax.vmap(jax.jacrev(lambda a, z: Entmax(a)(z), (0, 1)), (0, None))
-    assert_close(
-        gradient(rows, z)[1][0] / np.abs(exact).max(), exact / np.abs(exact).max()
-    )
-    assert_close(gradient(rows, z)[1][1], jax.jacrev(Entmax(1.5))(z))
+    _, gradient = jacobians_of_rows(rows, z)
+    assert_close(gradient[0] / np.abs(exact).max(), exact / np.abs(exact).max())
+    assert_close(gradient[1], jacobian_of_entmax_backwards(1.5, z))
 
 
 @slow_where(lambda length: length == 5000)
@@ -728,11 +779,6 @@ def test_the_jacobian_is_symmetric_positive_and_keeps_the_sum(z, alpha):
     np.testing.assert_allclose(jacobian, jacobian.T, atol=1e-9 * size)
     np.testing.assert_allclose(jacobian.sum(-1), 0, atol=1e-9 * size)
     assert np.linalg.eigvalsh(jacobian).min() >= -1e-9 * size
-
-
-@jax.jit
-def jacobian_of_entmax(alpha, z):
-    return jax.jacfwd(Entmax(alpha))(z)
 
 
 @given(z=rows, factor=st.floats(1e-3, 1e3))

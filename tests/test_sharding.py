@@ -46,7 +46,8 @@ separations = (uhop.Softmax(), uhop.Softmax1(), uhop.Sparsemax(), uhop.Entmax(1.
                uhop.Entmax(1.3), uhop.Polynomial(4), uhop.TopK(3))
 if jax.process_count() == 2:  # these compile the programs of one process
     separations = (uhop.Sparsemax(), uhop.TopK(3))
-for similarity in (uhop.Dot(), uhop.Cosine(), uhop.NegativeSquaredL2()):
+similarities = (uhop.Dot(), uhop.Cosine(), uhop.NegativeSquaredL2())
+for similarity in similarities[:1 if jax.process_count() == 2 else None]:
     for separation in separations:
         if similarity != uhop.Dot() and not isinstance(separation, uhop.Sparsemax):
             continue
@@ -63,9 +64,10 @@ for similarity in (uhop.Dot(), uhop.Cosine(), uhop.NegativeSquaredL2()):
 stored = memories[:12]
 split = uhop.shard_memories(stored, mesh, over="components").memories
 sgd = optax.sgd(0.5)
-for fit in (functools.partial(uhop.fit, optimizer=sgd),
-            functools.partial(uhop.fit_sgd, relative_rate=0.03, path="weights"),
-            functools.partial(uhop.fit_sgd, relative_rate=0.03, path="gram")):
+fits = (functools.partial(uhop.fit, optimizer=sgd),
+        functools.partial(uhop.fit_sgd, relative_rate=0.03, path="weights"),
+        functools.partial(uhop.fit_sgd, relative_rate=0.03, path="gram"))
+for fit in fits[-1 if jax.process_count() == 2 else 0:]:
     @jax.jit
     def run(memories):
         fitted = fit(memories, steps=20)

@@ -123,23 +123,6 @@ def test_a_run_writes_its_files(finished):
         assert min(picture.size) > 300
 
 
-def test_a_study_holds_no_trainer(tmp_path, monkeypatch):
-    """The trainers of a study, with their data, go when the study ends."""
-    made = []
-
-    class Watched(Trainer):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            made.append(weakref.ref(self))
-
-    monkeypatch.setattr("uhop_jax.training.application.Trainer", Watched)
-    changes = {"arms": ("MHM + U-Hop, warm-up",), "train.epochs": 1}
-    train_and_evaluate(tiny(**changes), tmp_path)
-    train_and_evaluate(tiny(**changes, eval_only=True), tmp_path)
-    gc.collect()
-    assert len(made) == 3 and all(trainer() is None for trainer in made)
-
-
 def test_a_finished_run_is_not_repeated(finished, capsys):
     before = (finished / "metrics.csv").read_bytes()
     steps = sorted(p.name for p in (finished / "checkpoints").iterdir())
@@ -175,7 +158,21 @@ def test_the_last_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
         )
 
 
-def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
+@pytest.fixture
+def made(monkeypatch):
+    """References to the trainers that are made."""
+    trainers = []
+
+    class Watched(Trainer):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            trainers.append(weakref.ref(self))
+
+    monkeypatch.setattr("uhop_jax.training.application.Trainer", Watched)
+    return trainers
+
+
+def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys, made):
     arms = ("Sparse MHM + U-Hop, warm-up", "MHM, matched size")
     changes = {"arms": arms[:1], "train.epochs": 1, "sizes": (20, 40)}
     changes |= {"stage_one.epochs": 1}
@@ -196,6 +193,11 @@ def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys):
     assert (inner / "metrics.csv").stat().st_mtime_ns == before
     kernel, matched = records(tmp_path / "results.csv")
     assert int(kernel["parameters"]) <= int(matched["parameters"])
+    # The trainers of a study, with their data, go when the study ends.
+    before = len(made)
+    train_and_evaluate(tiny(**changes, eval_only=True), tmp_path)
+    gc.collect()
+    assert 0 < before < len(made) and all(trainer() is None for trainer in made)
 
 
 VARIANTS = config_module("vision").VARIANTS
@@ -391,7 +393,7 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
     (tmp_path / "limited.py").write_text(program)
     limits = (600, 3000, 20_000)
-    flags = [*FLAGS, "--config.train.epochs=1"]
+    flags = [*FLAGS, "--config.train.epochs=1", "--config.arms=('MHM',)"]
     cases = [[str(x), *flags, f"--workdir=run_{x}"] for x in limits]
     # The cache of compiled programs would be cut too.
     variables = {"JAX_COMPILATION_CACHE_DIR": ""}
@@ -471,6 +473,7 @@ def test_two_processes_train_as_one(tmp_path):
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     one, two = (records(tmp_path / name / "metrics.csv") for name in ("one", "two"))
     assert len(one) == len(two) == 2
     for first, second in zip(one, two, strict=True):

@@ -108,8 +108,13 @@ def _families(rows: Rows) -> list[tuple[str, list[Mapping[str, Any]]]]:
                 room = FEW
             panels[-1].append(lot)
             room -= curves
+        shared = [lots for lots in panels if len(lots) > 1]
         for lots in panels:
-            name = lots[0][0]["method"] if len(lots) == 1 < len(panels) else group
+            name = group
+            if len(lots) == 1 < len(panels):
+                name = lots[0][0]["method"]
+            elif len(shared) > 1:
+                name = f"{group}, {shared.index(lots) + 1} of {len(shared)}"
             parts.append((name, [*itertools.chain(*lots), *bound]))
     return parts
 

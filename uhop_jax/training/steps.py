@@ -109,7 +109,7 @@ class Trainer:
         self.shapes = kernels, rest
         self.has_kernels = bool(jax.tree.leaves(kernels))
         self.parameters = number_of_parameters(model)
-        check_memory(self.parameters, len(self.seeds), devices[0])
+        check_memory(self.parameters, len(self.seeds), self.mesh.local_devices[0])
         if stage_one.schedule != "none" and not self.has_kernels:
             raise ValueError(
                 f"stage_one.schedule {stage_one.schedule!r} needs a model with kernels"
