@@ -111,6 +111,20 @@ def test_known_components_alone_count(digits):
     assert float(((state - digits) ** 2).sum(-1).mean()) < 0.1
 
 
+def test_foreign_queries_are_told_from_own_ones():
+    everything = jnp.asarray(data.load("digits", limit=400).values, jnp.float32)
+    memories, others = everything[:100], everything[100:]
+    own, target = queries_of(memories, Inverted(0.1), 200)
+    query = jnp.concatenate([own, Inverted(0.1)(jax.random.key(5), others[:60])])
+    calibration = uhop.calibrate_blind(memories, query)
+    foreign = np.asarray(calibration.foreign(memories, query))
+    assert foreign.shape == (260,) and foreign.min() >= 0 and foreign.max() <= 1
+    assert np.median(foreign[:200]) < 0.1 and np.median(foreign[200:]) > 0.9
+    assert abs(foreign.mean() - 60 / 260) < 0.08
+    with pytest.raises(ValueError, match="memories must be three at least"):
+        calibration.foreign(memories[:2], query)
+
+
 @every_dtype
 def test_every_dtype(digits, dtype):
     query, target = queries_of(digits, Inverted(0.2), 40)
@@ -180,7 +194,7 @@ def test_factors_of_a_table_are_its_logarithm():
         ({"queries": jnp.zeros((3, 5))}, "memories have dimension 4, queries 5"),
         ({"queries": jnp.ones((3, 4))}, "queries must differ: all are equal"),
         ({"memories": jnp.ones((3, 4))}, "memories must differ: all are equal"),
-        ({"queries": jnp.eye(4)[:1]}, r"at least two queries of shape \(Q, d\)"),
+        ({"queries": jnp.eye(4)[:1]}, r"needs queries of shape \(Q, d\), at least 2"),
         ({"queries": jnp.eye(4) * jnp.nan}, "queries must be finite, got 16 NaN"),
         ({"candidates": {}}, "candidates must be a mapping"),
         ({"candidates": {LEARNED: uhop.Dot()}}, "must not be named"),

@@ -33,7 +33,9 @@ from uhop_jax._checks import (
 )
 from uhop_jax._products import weigh
 from uhop_jax._pytree import Pytree
+from uhop_jax.foreign import foreign_probability
 from uhop_jax.kernels import Centering
+from uhop_jax.likelihood import probabilities
 from uhop_jax.model import Model
 from uhop_jax.similarity import (
     Cosine,
@@ -72,6 +74,9 @@ class BlindCalibration(Pytree):
       rival: the best candidate of another kind: fixed, learned, or learned over
         transformations.
       queries: number of queries that were learned from.
+      likelihood: the likelihood by which foreign queries are told, the learned one or
+        the one over transformations, whichever is ahead.
+      table: `(K, K)`, its probabilities of query bins, a row for each bin of memories.
     """
 
     model: Model
@@ -80,6 +85,8 @@ class BlindCalibration(Pytree):
     advantage: Float[Array, ""]
     standard_error: Float[Array, ""]
     expected_error: Float[Array, ""]
+    likelihood: Similarity
+    table: Float[Array, "K K"]
     name: str = dataclasses.field(metadata={"static": True})
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     rival: str = dataclasses.field(metadata={"static": True})
@@ -89,6 +96,35 @@ class BlindCalibration(Pytree):
     def certain(self) -> bool:
         """Whether there were queries enough to tell the model from its rival."""
         return bool(self.advantage > CERTAIN * self.standard_error)
+
+    def foreign(
+        self,
+        memories: Float[Array, "M d"],
+        queries: Float[Array, "Q d"],
+        *,
+        observed: Bool[Array, "Q d"] | None = None,
+    ) -> Float[Array, " Q"]:
+        """The probability of each query that none of the memories belongs to it.
+
+        It is most accurate where components are corrupted independently, and from many
+        queries, which tell how many of them are foreign.
+
+        Args:
+          memories: stored patterns, three at least.
+          queries: corrupted patterns.
+          observed: true for the known components of the queries.
+
+        Raises:
+          ValueError: if shapes do not fit, or there are fewer than three memories.
+        """
+        memories, queries, observed = _checked(memories, queries, observed, least=1)
+        if len(memories) < 3:
+            raise ValueError(
+                f"memories must be three at least to tell foreign queries, got "
+                f"{len(memories)}"
+            )
+        about = memories, queries, observed
+        return foreign_probability(self.likelihood, self.table, *about)
 
     def summary(self) -> str:
         """One line: the chosen model, and how sure the choice is."""
@@ -162,6 +198,7 @@ def calibrate_blind(
     name, rival = _chosen(trials)
     advantage, error = _ahead(trials[name], trials[rival])
     model = trials[name].model
+    likelihood = trials[MOVED if MOVED in (name, rival) else LEARNED]
     return BlindCalibration(
         model,
         scores=_table([trial.scores.mean(0) for trial in trials.values()]),
@@ -169,6 +206,8 @@ def calibrate_blind(
         advantage=jax.device_put(np.float32(advantage)),
         standard_error=jax.device_put(np.float32(error)),
         expected_error=_expected_error(memories, *used, model),
+        likelihood=likelihood.model.similarity,
+        table=probabilities(likelihood.counts),
         name=name,
         names=tuple(trials),
         rival=rival,
@@ -267,16 +306,16 @@ def _used(queries: Array, observed: Array | None) -> tuple[Array, Array | None]:
 
 
 def _checked(
-    memories: Any, queries: Any, observed: Any
+    memories: Any, queries: Any, observed: Any, least: int = 2
 ) -> tuple[Array, Array, Array | None]:
     """The arguments in one working dtype, or a sentence that says what is wrong."""
     memories = as_floating(memories, "memories")
     queries = as_floating(queries, "queries")
     for name, x, rows in (("memories", memories, "M"), ("queries", queries, "Q")):
-        if x.ndim != 2 or x.shape[0] < 2:
+        if x.ndim != 2 or x.shape[0] < least:
             raise ValueError(
-                f"blind calibration needs at least two {name} of shape ({rows}, d), "
-                f"got {x.shape}"
+                f"blind calibration needs {name} of shape ({rows}, d), at least "
+                f"{least}, got {x.shape}"
             )
     check_patterns(memories, queries, Dot())
     observed = check_observed(observed, queries)
@@ -285,7 +324,7 @@ def _checked(
     check_finite("memories", memories)
     check_finite("queries", queries, observed)
     for name, x in (("memories", memories), ("queries", queries)):
-        if bool((x == x[:1]).all()):
+        if least > 1 and bool((x == x[:1]).all()):
             raise ValueError(f"{name} must differ: all are equal, and tell nothing")
     dtype = working_dtype(jnp.zeros((), wider_dtype(memories, queries)))
     queries = queries.astype(dtype)

@@ -95,6 +95,8 @@ class Answers(NamedTuple):
         memories were read in blocks.
       expected_error: expected sum of squared differences from the true memory, where
         the weights are its probabilities.
+      foreign: probability that none of the memories belongs to the query; None unless
+        the memory was calibrated on queries, and if the memories were read in blocks.
       converged: whether further updates stay at the same memory; None for a model whose
         updates cannot be iterated, and if the memories were read in blocks.
     """
@@ -107,6 +109,7 @@ class Answers(NamedTuple):
     effective: Float[Array, " Q"] | None
     expected_error: Float[Array, " Q"]
     converged: Bool[Array, " Q"] | None
+    foreign: Float[Array, " Q"] | None = None
 
 
 def answer(
@@ -143,6 +146,9 @@ def answer(
             max_steps=MAX_UPDATES,
         )
         converged = end.converged & (end.weights.argmax(-1) == index[:, 0])
+    foreign, calibration = None, memory.calibration
+    if isinstance(calibration, BlindCalibration) and len(memory.values) > 2:
+        foreign = calibration.foreign(memory.values, query, observed=observed)
     return Answers(
         result.state,
         index[:, 0],
@@ -152,6 +158,7 @@ def answer(
         effective_memories(result.weights),
         jnp.maximum(variance, 0.0),
         converged,
+        foreign,
     )
 
 

@@ -206,6 +206,9 @@ def _rows(names: Sequence[Any], queries: data.Patterns, answers: Answers) -> lis
         converged: Any = "one step"
         if answers.converged is not None:
             converged = "yes" if answers.converged[i] else "no"
+        foreign = ""
+        if answers.foreign is not None:
+            foreign = f"{float(answers.foreign[i]):.4g}"
         rows.append(
             {
                 "query": name,
@@ -215,6 +218,7 @@ def _rows(names: Sequence[Any], queries: data.Patterns, answers: Answers) -> lis
                 "margin": f"{float(answers.margin[i]):.4g}",
                 "memories_mixed": mixed,
                 "expected_error": f"{float(answers.expected_error[i]):.4g}",
+                "foreign": foreign,
                 "converged": converged,
             }
         )
