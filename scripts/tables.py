@@ -144,6 +144,32 @@ def _samples(rows: Sequence[dict], where: dict[str, Any]) -> dict[str, list[floa
     return samples
 
 
+def blind() -> str:
+    """Errors of blind calibration beside those of methods that know more.
+
+    The best fixed similarity of a cell has the least mean error in it.
+    """
+    rows = [row for row in rows_of("blind_mnist") if row["memories"] == 500]
+    numbers = sorted({row["queries"] for row in rows})
+    head = ["M = 500"]
+    for Q in numbers:
+        head += [f"{Q} queries: best fixed similarity", "blind"]
+    head.append("known corruption")
+    text = [line(*head), "|---" * len(head) + "|"]
+    cells = dict.fromkeys((row["corruption"], row["level"]) for row in rows)
+    for kind, level in cells:
+        entries = [f"{kind.replace('_', ' ')} {level:g}"]
+        for Q in numbers:
+            where = {"corruption": kind, "level": level, "queries": Q}
+            samples = _samples(rows, where)
+            means = {name: float(np.mean(x)) for name, x in samples.items()}
+            mine, known = means.pop("blind"), means.pop("known corruption")
+            best = min(means, key=lambda name: means[name])
+            entries += [f"{best} {means[best]:.3g}", f"{mine:.3g}"]
+        text.append(line(*entries, f"{known:.3g}"))
+    return "\n".join(text)
+
+
 def agreement() -> str:
     """Counts of numbers on which the reference protocol and the released code agree."""
     text = [
@@ -224,6 +250,7 @@ TABLES = {
     },
     "docs/experiments.md": {
         "agreement": agreement,
+        "blind": blind,
         "dependent": lambda: comparison("dependent", 100, DEPENDENT, False),
     },
     "docs/training.md": {"images": images, "vision_reference": vision_reference},

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIGURES = {
     "tour": 4,
+    "unknown_scanner": 1,
     "your_own_data": 1,
     "layers": 1,
     "figure_1_loss_and_error": 2,
