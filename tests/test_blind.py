@@ -14,7 +14,7 @@ from uhop_jax._expectation import (
     counted,
     fold,
     leading_by_likelihood,
-    leading_of,
+    leading_by_similarity,
     predictive,
 )
 from uhop_jax.blind import LEARNED, MOVED
@@ -172,13 +172,29 @@ def test_the_predictive_likelihood_is_its_formula():
     assert_close(uses, used)
 
 
-def test_blocks_of_memories_give_the_same_leading_ones():
-    logits = jax.random.normal(jax.random.key(0), (2, 3, 53), jnp.float64)
+def test_posteriors_without_strips_are_those_of_the_other_components():
+    rng = np.random.default_rng(0)
+    memories, queries = rng.normal(size=(23, 7)), rng.normal(size=(3, 7))
     betas = jnp.asarray([0.5, 2.0])
-    whole, parts = leading_of(logits, betas), leading_of(logits, betas, size=20)
-    for a, b in zip(whole, parts, strict=True):
+    center, query_center = memories.mean(0), queries.mean(0)
+    similarity = uhop.Cosine(
+        uhop.Centering(jnp.asarray(center), jnp.asarray(query_center))
+    )
+    about = similarity, jnp.asarray(memories), jnp.asarray(queries), None, betas
+    leading = leading_by_similarity(*about, strips=3)
+    strip = np.arange(7) // 3
+    for f in range(3):
+        kept = strip != f
+        a, b = (memories - center)[:, kept], (queries - query_center)[:, kept]
+        norms = np.linalg.norm(a, axis=1)[None] * np.linalg.norm(b, axis=1)[:, None]
+        expected = b @ a.T / norms
+        order = np.argsort(-expected, axis=1)[:, :16]
+        assert_close(leading.logits[f], np.take_along_axis(expected, order, 1))
+        assert (np.asarray(leading.places[f]) == order).all()
+        assert_close(leading.total[f, :, 1], np.log(np.exp(2 * expected).sum(1)))
+    parts = leading_by_similarity(*about, strips=3, size=10)
+    for a, b in zip(leading, parts, strict=True):
         assert_close(a.astype(jnp.float64), b)
-    assert_close(whole.total[..., 1], jax.nn.logsumexp(2 * logits, axis=-1))
 
 
 def test_factors_of_a_table_are_its_logarithm():

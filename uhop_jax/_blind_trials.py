@@ -13,11 +13,11 @@ from uhop_jax._expectation import (
     fold,
     judged,
     leading_by_likelihood,
-    leading_of,
+    leading_by_similarity,
     maximised,
     predictive,
 )
-from uhop_jax.kernels import Centering, LikelihoodKernel, bins
+from uhop_jax.kernels import LikelihoodKernel, bins
 from uhop_jax.likelihood import BINS, edges_of, factors, probabilities
 from uhop_jax.model import Model
 from uhop_jax.separation import Softmax
@@ -31,6 +31,7 @@ INTERLEAVED = 8  # folds of the maximisation: components at random
 PARTS = 3  # of the queries: each is judged by what the others teach
 STRIPS = 4  # folds of the choice: neighbouring components together
 WORK = 1e9  # about how many pairs of components of queries and transformed memories
+SPREAD = 1000  # memories whose overlaps have the spread that betas are relative to
 SHARPNESS = (0.3, 300.0, 12)  # of fixed similarities, as in `beta_grid`
 BETAS = tuple(2.0**n for n in range(-6, 3))  # of the likelihood
 LEAST = 20  # queries that are learned from, if there are as many
@@ -100,11 +101,13 @@ def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -
 
 def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
     """The trial of a similarity as it is."""
-    logits = _overlaps_without_strips(
-        problem.memories, problem.queries, problem.observed, similarity
+    memories, queries, observed = problem[:3]
+    sample = similarity(memories[:SPREAD], queries, observed=observed)
+    betas = beta_grid(sample, SHARPNESS)[1:]
+    strips = problem.strips.templates.shape[1]
+    leading = leading_by_similarity(
+        similarity, memories, queries, observed, betas, strips=strips
     )
-    betas = beta_grid(logits.reshape(-1, logits.shape[-1]), SHARPNESS)[1:]
-    leading = leading_of(logits, betas)
     scores, counts = judged(problem.strips, leading, betas, parts=problem.parts)
     return _trial(similarity, scores, betas, counts)
 
@@ -192,35 +195,6 @@ def _templates(
         return bins(transformations(index, memories), edges).astype(jnp.uint8)
 
     return lax.map(one, number).reshape(-1, memories.shape[1])
-
-
-@jax.jit
-def _overlaps_without_strips(
-    memories: Array, queries: Array, observed: Array | None, similarity: Similarity
-) -> Array:
-    """Overlaps `(F, Q, M)`, each without the components of one strip.
-
-    Components that are left out are zero, or at the centres of `Centering`.
-    """
-    d = memories.shape[1]
-    folds = min(STRIPS, d)
-    strip = jnp.arange(d) // -(-d // folds)
-    kernel = similarity.kernel
-    empty = query_empty = jnp.zeros(d, memories.dtype)
-    if isinstance(kernel, Centering):
-        empty = query_empty = kernel.center
-        if kernel.query_center is not None:
-            query_empty = kernel.query_center
-
-    def without(number: Array) -> Array:
-        out = (strip == number)[None]
-        return similarity(
-            jnp.where(out, empty[None], memories),
-            jnp.where(out, query_empty[None], queries),
-            observed=observed,
-        )
-
-    return lax.map(without, jnp.arange(folds))
 
 
 def even_sample(number: int, most: int, parts: int) -> np.ndarray:

@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from uhop_jax._products import contract
+from uhop_jax.kernels import Centering
 from uhop_jax.likelihood import factors, probabilities
+from uhop_jax.similarity import Similarity
 
 LEADING = 16  # memories of largest posterior that are looked at one by one
 SETTLED = 2e-3  # change of the shares of all counts at which a table has settled
@@ -92,7 +94,7 @@ def fold(
     return Folded(dealt(templates.astype(small)), dealt(queries), marginal)
 
 
-@functools.partial(jax.jit, static_argnames=("rank", "own"))
+@functools.partial(jax.jit, static_argnames="rank")
 def leading_by_likelihood(
     data: Folded,
     counts: Float[Array, "K K"],
@@ -100,7 +102,6 @@ def leading_by_likelihood(
     betas: Float[Array, " B"],
     *,
     rank: int,
-    own: bool = False,
 ) -> Leading:
     """Posteriors under the table of counts, from all folds but one.
 
@@ -110,7 +111,6 @@ def leading_by_likelihood(
       log_prior: of each template.
       betas: inverse temperatures of `total`.
       rank: of the table.
-      own: from all folds, in place of all but one.
     """
     memory_table, query_table = (
         jnp.pad(table[:, :rank], ((0, 1), (0, 0))) for table in factors(counts)
@@ -125,24 +125,63 @@ def leading_by_likelihood(
             lambda f: contract(queries[:, f], features[:, f]), jnp.arange(F)
         )
         prior = lax.dynamic_slice_in_dim(log_prior, first, size)
-        whole = parts.sum(0)[None]
-        return (whole if own else whole - parts) + prior[None, None]
+        return parts.sum(0)[None] - parts + prior[None, None]
 
-    folds = 1 if own else F
     size = max(1, ENTRIES // (F * e * rank))
-    return _leading(logits, data.templates.shape[0], (folds, Q), betas, size)
+    return _leading(logits, data.templates.shape[0], (F, Q), betas, size)
 
 
-@functools.partial(jax.jit, static_argnames="size")
-def leading_of(
-    logits: Float[Array, "F Q M"], betas: Float[Array, " B"], size: int = 2**14
+@functools.partial(jax.jit, static_argnames=("strips", "size"))
+def leading_by_similarity(
+    similarity: Similarity,
+    memories: Float[Array, "M d"],
+    queries: Float[Array, "Q d"],
+    observed: Bool[Array, "Q d"] | None,
+    betas: Float[Array, " B"],
+    *,
+    strips: int = 0,
+    size: int | None = None,
 ) -> Leading:
-    """Posteriors of overlaps that are at hand."""
+    """Posteriors under a similarity, from all components or all but one strip.
 
-    def block(first: Array, size: int) -> Array:
-        return lax.dynamic_slice_in_dim(logits, first, size, axis=2)
+    Components that are left out are zero, or at the centres of `Centering`.
 
-    return _leading(block, logits.shape[-1], logits.shape[:2], betas, size)
+    Args:
+      similarity: of memories and queries.
+      memories: stored patterns.
+      queries: corrupted patterns.
+      observed: true for the known components of the queries.
+      betas: inverse temperatures of `total`.
+      strips: number of strips of neighbouring components; each is left out once. 0
+        leaves out none.
+      size: memories in a block; None chooses by their dimension.
+    """
+    d = memories.shape[1]
+    strip = jnp.arange(d) // -(-d // max(strips, 1))
+    empty = query_empty = jnp.zeros(d, memories.dtype)
+    kernel = similarity.kernel
+    if isinstance(kernel, Centering):
+        empty = query_empty = kernel.center
+        if kernel.query_center is not None:
+            query_empty = kernel.query_center
+
+    def logits(first: Array, size: int) -> Array:
+        block = lax.dynamic_slice_in_dim(memories, first, size)
+        if not strips:
+            return similarity(block, queries, observed=observed)[None]
+
+        def without(number: Array) -> Array:
+            out = (strip == number)[None]
+            return similarity(
+                jnp.where(out, empty[None], block),
+                jnp.where(out, query_empty[None], queries),
+                observed=observed,
+            )
+
+        return lax.map(without, jnp.arange(strips))
+
+    rows = max(strips, 1), queries.shape[0]
+    return _leading(logits, len(memories), rows, betas, size or max(1, ENTRIES // d))
 
 
 def _leading(logits, number, rows, betas, size) -> Leading:

@@ -31,7 +31,6 @@ from uhop_jax._checks import (
     wider_dtype,
     working_dtype,
 )
-from uhop_jax._products import weigh
 from uhop_jax._pytree import Pytree
 from uhop_jax.foreign import foreign_probability
 from uhop_jax.kernels import Centering
@@ -47,12 +46,14 @@ from uhop_jax.similarity import (
     check_observed,
     check_patterns,
 )
+from uhop_jax.streaming import retrieve_streamed
 from uhop_jax.transformations import Transformations, check_transformations
 
 LEARNED, MOVED = "blind likelihood", "blind likelihood over transformations"
 VALUES = 1_000_000  # about how many component values of queries are learned from
 TEMPLATES = 2**31  # most bytes of transformed memories
 CERTAIN = 3.0  # standard errors by which a difference is certain
+WORK = 1e10  # about how many pairs of components of queries and memories
 MOST = 2000  # queries that are learned from
 
 
@@ -184,7 +185,7 @@ def calibrate_blind(
     if candidates is None:
         candidates = fixed_similarities(memories, queries, observed)
     _check_candidates(candidates, memories)
-    used = _used(queries, observed)
+    used = _used(memories, queries, observed)
 
     problem = Problem.of(memories, *used)
     trials: dict[str, Trial] = {}
@@ -278,15 +279,16 @@ def _chosen(trials: dict[str, Trial]) -> tuple[str, str]:
     return name, rival
 
 
-@jax.jit
 def _expected_error(
     memories: Array, queries: Array, observed: Array | None, model: Model
 ) -> Array:
     """Mean over the queries of the variance of their posterior."""
-    overlaps = model.similarity(memories, queries, observed=observed)
-    weights = model.weights(overlaps)
-    state = weigh(weights, memories)
-    squared = weights @ (memories * memories).sum(-1)
+    squares = (memories * memories).sum(-1, keepdims=True)
+    values = jnp.concatenate([memories, squares], -1)
+    result = retrieve_streamed(
+        model, memories, queries, values=values, observed=observed
+    )
+    state, squared = result.state[:, :-1], result.state[:, -1]
     return jnp.maximum(squared - (state * state).sum(-1), 0.0).mean()
 
 
@@ -298,9 +300,11 @@ def _table(rows: list[np.ndarray]) -> Array:
     return jax.device_put(table)
 
 
-def _used(queries: Array, observed: Array | None) -> tuple[Array, Array | None]:
-    """An even sample of the queries, about `VALUES` component values."""
-    most = min(VALUES // queries.shape[1], MOST)
+def _used(
+    memories: Array, queries: Array, observed: Array | None
+) -> tuple[Array, Array | None]:
+    """An even sample of the queries, as many as `VALUES` and `WORK` allow."""
+    most = min(VALUES // queries.shape[1], int(WORK / memories.size), MOST)
     rows = even_sample(len(queries), most, parts_of(len(queries)))
     return queries[rows], None if observed is None else observed[rows]
 

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from uhop_jax._expectation import leading_by_similarity
 from uhop_jax.kernels import LikelihoodKernel, bins
 from uhop_jax.similarity import Similarity
 from uhop_jax.transformations import Transformed
 
+CHUNK, BLOCK = 512, 1024  # queries and memories that are compared at a time
 SIMULATED = 1000  # about how many queries are made
 NEWTON, STEPS = 30, 100  # of the logistic regression; for the share of foreign queries
 PENALTY = 1e-2  # on squared weights of standardised features
@@ -39,7 +41,7 @@ def foreign_probability(
       observed: true for the known components of the queries.
     """
     made, seen = _made(likelihood, table, memories, observed)
-    largest = lax.top_k(likelihood(memories, made, observed=seen), 3)[0]
+    largest = _largest(likelihood, memories, made, seen)
     own, foreign = _features(largest), _features(largest[:, 1:])
     both = jnp.concatenate([own, foreign])
     center, scale = both.mean(0), jnp.maximum(both.std(0), 1e-6)
@@ -50,7 +52,7 @@ def foreign_probability(
 
     labels = (jnp.arange(len(both)) < len(own)).astype(both.dtype)
     weights = _logistic(design(both), labels)
-    actual = lax.top_k(likelihood(memories, queries, observed=observed), 2)[0]
+    actual = _largest(likelihood, memories, queries, observed)
     log_ratio = design(_features(actual)) @ weights  # of own to foreign densities
 
     def posterior(share: Array) -> Array:
@@ -61,6 +63,26 @@ def foreign_probability(
 
     start = jnp.full_like(log_ratio, 0.5, shape=())
     return posterior(lax.fori_loop(0, STEPS, improve, start))
+
+
+def _largest(
+    likelihood: Similarity, memories: Array, queries: Array, observed: Array | None
+) -> Array:
+    """The three largest overlaps of each query `(Q, 3)`, some queries at a time."""
+    number = len(queries)
+    size = min(CHUNK, number)
+    one = jnp.ones(1, queries.dtype)
+
+    def padded(x: Array) -> Array:
+        x = jnp.pad(x, ((0, -number % size), (0, 0)))
+        return x.reshape(-1, size, x.shape[1])
+
+    def chunk(rows: tuple[Array, Array | None]) -> Array:
+        leading = leading_by_similarity(likelihood, memories, *rows, one, size=BLOCK)
+        return leading.logits[0, :, :3]
+
+    rows = padded(queries), None if observed is None else padded(observed)
+    return lax.map(chunk, rows).reshape(-1, 3)[:number]
 
 
 def _features(largest: Array) -> Array:
