@@ -140,7 +140,9 @@ def test_the_predictive_likelihood_is_its_formula():
     memories, queries = rng.integers(0, K, (M, d)), rng.integers(0, K, (Q, d))
     order = rng.permutation(d)
     bins = jnp.asarray(memories), jnp.asarray(queries)
-    problem = fold(*bins, order, F, K, jnp.float64)
+    problem = fold(
+        *bins, jnp.asarray(order), folds=F, number=K, dtype=jnp.dtype("float64")
+    )
     counts = jnp.asarray(rng.integers(1, 9, (K, K)), jnp.float64)
     table = np.asarray(probabilities(counts))
     prior = rng.normal(size=M)

@@ -102,14 +102,22 @@ def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -
 def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
     """The trial of a similarity as it is."""
     memories, queries, observed = problem[:3]
-    sample = similarity(memories[:SPREAD], queries, observed=observed)
-    betas = beta_grid(sample, SHARPNESS)[1:]
+    betas = _betas(similarity, memories[:SPREAD], queries, observed)
     strips = problem.strips.templates.shape[1]
     leading = leading_by_similarity(
         similarity, memories, queries, observed, betas, strips=strips
     )
     scores, counts = judged(problem.strips, leading, betas, parts=problem.parts)
     return _trial(similarity, scores, betas, counts)
+
+
+@jax.jit
+def _betas(
+    similarity: Similarity, memories: Array, queries: Array, observed: Array | None
+) -> Array:
+    """Inverse temperatures for the spread of the overlaps."""
+    overlaps = similarity(memories, queries, observed=observed)
+    return beta_grid(overlaps, SHARPNESS)[1:]
 
 
 def learned_trial(problem: Problem, start: Array) -> Trial:
@@ -177,11 +185,13 @@ def _kernel(problem: Problem, counts: Array) -> LikelihoodKernel:
 def _folded(templates: Array, queries: Array, dtype: Any) -> tuple[Folded, Folded]:
     """Components dealt at random, the same way in every call, and in strips."""
     d = queries.shape[-1]
-    random = np.random.default_rng(0).permutation(d)
-    return (
-        fold(templates, queries, random, min(INTERLEAVED, d), BINS, dtype),
-        fold(templates, queries, np.arange(d), min(STRIPS, d), BINS, dtype),
+    orders = np.random.default_rng(0).permutation(d), np.arange(d)
+    folds = min(INTERLEAVED, d), min(STRIPS, d)
+    interleaved, strips = (
+        fold(templates, queries, jnp.asarray(order), folds=F, number=BINS, dtype=dtype)
+        for order, F in zip(orders, folds, strict=True)
     )
+    return interleaved, strips
 
 
 @jax.jit

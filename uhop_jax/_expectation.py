@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
@@ -63,10 +62,11 @@ class Leading(NamedTuple):
     total: Float[Array, "F Q B"]
 
 
+@functools.partial(jax.jit, static_argnames=("folds", "number", "dtype"))
 def fold(
     templates: Integer[Array, "N d"],
     queries: Integer[Array, "Q d"],
-    order: np.ndarray,
+    order: Integer[Array, " d"],
     folds: int,
     number: int,
     dtype: Any,
@@ -81,7 +81,7 @@ def fold(
       number: `K`, of bins.
       dtype: of `marginal`.
     """
-    padding = -len(order) % folds
+    padding = -order.size % folds
 
     def dealt(x: Array) -> Array:
         x = jnp.pad(x[:, order], ((0, 0), (0, padding)), constant_values=number)

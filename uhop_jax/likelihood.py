@@ -134,6 +134,7 @@ def factors(counts: Float[Array, "K K"]) -> tuple[Array, Array]:
     return u * s[None] / rows[:, None], vt.T / columns[:, None]
 
 
+@jax.jit
 def probabilities(counts: Float[Array, "K K"]) -> Float[Array, "K K"]:
     """Probability of each column in its row, smoothed by the table of coarser bins."""
     number = counts.shape[0]
@@ -194,6 +195,7 @@ def _sample(values: Array, observed: Array | None = None) -> _Sample:
     return _Sample(jnp.sort(values), observed.sum())
 
 
+@jax.jit
 def edges_of(
     memories: Float[Array, "*rows d"],
     queries: Float[Array, "*copies d"],
