@@ -1,5 +1,6 @@
 """A separation and a similarity that a user defines work wherever shipped ones do."""
 
+import os
 import subprocess
 import sys
 
@@ -173,7 +174,7 @@ def test_calibration_chooses_among_them():
     assert type(calibration.model.separation) in (Smoothed, uhop.Softmax)
 
 
-def test_a_saved_model_is_loaded_in_another_process(tmp_path):
+def test_a_saved_model_is_loaded_in_another_process_and_sharded(tmp_path):
     model = uhop.Model(Huber(), Smoothed(0.25), beta=1.5)
     path = uhop.save(tmp_path / "model", model)
     loaded = uhop.load(path)
@@ -195,19 +196,29 @@ jax.config.update("jax_enable_x64", True)
 import test_open, uhop_jax
 model = uhop_jax.load({str(path)!r})
 print(type(model.separation) is test_open.Smoothed, model.separation.share)
-print(float(uhop_jax.retrieve(model, test_open.MEMORIES, test_open.QUERY).state.sum()))
+mesh = uhop_jax.memory_mesh(4)
+split = uhop_jax.shard_memories(test_open.MEMORIES, mesh)
+for memories, mask in ((test_open.MEMORIES, None), split):
+    result = uhop_jax.retrieve(model, memories, test_open.QUERY, mask=mask, steps=2)
+    print(float((result.state ** 2).sum()))
 """
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
     refused, result = (
         subprocess.run(
-            [sys.executable, "-c", text], capture_output=True, text=True, check=True
+            [sys.executable, "-c", text],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"XLA_FLAGS": flags},
         ).stdout
         for text in (program, program_with_classes)
     )
     assert "a test_open.Huber is unknown to this program" in refused
-    state = uhop.retrieve(model, MEMORIES, QUERY).state
-    flag, total = result.splitlines()
+    state = uhop.retrieve(model, MEMORIES, QUERY, steps=2).state
+    flag, *totals = result.splitlines()
     assert flag == "True 0.25"
-    assert_close(float(total), state.sum())
+    for total in totals:
+        assert_close(float(total), (state**2).sum())
 
 
 class Sharper(uhop.Softmax):
