@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,18 @@ def other_than_asked(name: str) -> list[str]:
         kept["stage_one"].pop(
             "steps"
         )  # the paper's numbers of steps, which the run filled in
-    differing = []
+    return list(_differing(kept, current))
+
+
+def _differing(
+    kept: dict[str, Any], current: dict[str, Any], above: str = ""
+) -> Iterator[str]:
+    """Keys of `kept` whose values differ in `current`, groups of keys included."""
     for key, value in kept.items():
         if isinstance(value, dict):
-            differing += [
-                f"{key}.{k}" for k in value if value[k] != current[key].get(k)
-            ]
-        elif value != current[key]:
-            differing.append(key)
-    return differing
+            yield from _differing(value, current.get(key, {}), f"{above}{key}.")
+        elif value != current.get(key):
+            yield f"{above}{key}"
 
 
 # -- Provenance ------------------------------------------------------------------------

@@ -174,7 +174,7 @@ RETRIEVAL = {
     "grid_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR}", 12),
     "dependent_mnist": Kept(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", 1),
     "dependent_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", 2),
-    "blind_mnist": Kept(f"{RETRIEVE}:blind {PLAIN} --config.runs=2", 30),
+    "blind_mnist": Kept(f"{RETRIEVE}:blind --config.runs=2", 45),
 }
 
 CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")

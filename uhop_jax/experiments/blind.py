@@ -131,7 +131,7 @@ def blind_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     shown = [row for row in _compared(rows) if row["memories"] == most]
     return [
         Panel(
-            f"M = {most}, {corruption} {level:g}",
+            f"M = {most}, {corruption.replace('_', ' ')} {level:g}",
             records.curves(group, "queries", "error", "method", interval=True),
             "queries without labels",
             figures.ERROR,
