@@ -31,6 +31,7 @@ from uhop_jax import (
     TopK,
     bounded_alpha,
     calibrate,
+    calibrate_blind,
     converge,
     energy,
     fit,
@@ -518,13 +519,16 @@ PUBLIC_CALLS = {
     "calibrate": lambda x, q, sep: calibrate(
         KEY, x, Noise(0.3), queries=8, separations=(sep,), candidates={"dot": Dot()}
     ),
+    "calibrate_blind": lambda x, q, sep: calibrate_blind(
+        x, x, candidates={"dot": Dot()}
+    ),
     "weights": lambda x, q, sep: sep(q),
     "conjugate": lambda x, q, sep: sep.conjugate(q),
     "bounded_alpha": lambda x, q, sep: bounded_alpha(q),
     "gram": lambda x, q, sep: Dot().gram(x),
     **{repr(s): lambda x, q, sep, s=s: s(x, q) for s in SIMILARITIES},
 }
-ON_HOST = {"calibrate", "fit_closed_form"}  # they choose by numbers
+ON_HOST = {"calibrate", "calibrate_blind", "fit_closed_form"}  # they choose by numbers
 NO_FLOATS = {  # no floats in, or no floats out but the floats in
     *("check", "load", "save", "memory_mesh", "shard_memories"),
     *("gaussian_start", "identity_start"),

@@ -226,6 +226,9 @@ def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     kinds = CONFIG["get_config"](variant).corruption.kinds
     if variant == "grid":
         kinds = changes["corruption.kinds"] = ("mask",)
+    if variant == "blind":
+        kinds = changes["corruption.kinds"] = ("noise", "inverted")
+        changes["queries"] = (12,)
     levels = (0.3, 0.6) if len(kinds) == 1 else (0.3,)
     changes |= {f"corruption.levels.{kind}": levels for kind in kinds}
     config = get_config(variant, **changes)

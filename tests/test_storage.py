@@ -14,6 +14,7 @@ from conftest import every_dtype
 import uhop_jax
 from uhop_jax import (
     AverageLoss,
+    BlindCalibration,
     Calibration,
     Centering,
     Cosine,
@@ -70,7 +71,26 @@ def calibration(dtype):
     )
 
 
+def blind_calibration(dtype):
+    kernel = LikelihoodKernel(
+        *(draw(3, 2, dtype=dtype, seed=n) for n in (1, 2)), draw(2, dtype=dtype), 5
+    )
+    numbers = [draw(dtype=dtype, seed=n) for n in range(3)]
+    return BlindCalibration(
+        Model(Dot(kernel), beta=1.0),
+        *(draw(2, 4, dtype=dtype, seed=n) for n in range(2)),
+        *numbers,
+        likelihood=Dot(kernel),
+        table=draw(3, 3, dtype=dtype),
+        name="dot",
+        names=("dot", "blind likelihood"),
+        rival="blind likelihood",
+        queries=40,
+    )
+
+
 OBJECTS = {
+    "blind": blind_calibration,
     "array": lambda dtype: draw(2, 3, dtype=dtype),
     "scalar": lambda dtype: jnp.asarray(1.5, dtype),
     "empty": lambda dtype: jnp.zeros((0, 3), dtype),

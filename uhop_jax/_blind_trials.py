@@ -145,6 +145,14 @@ def moved_trial(
     return _trial(similarity, scores, betas, counts)._replace(rows=rows)
 
 
+def likelihood_of(problem: Problem, trial: Trial) -> Similarity:
+    """The likelihood of a trial: its own, or of the table that it implies."""
+    similarity = trial.model.similarity
+    if isinstance(similarity.kernel, LikelihoodKernel):
+        return similarity
+    return Dot(_kernel(problem, trial.counts))
+
+
 def _maximised(
     interleaved: Folded,
     strips: Folded,

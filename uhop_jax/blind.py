@@ -21,6 +21,7 @@ from uhop_jax._blind_trials import (
     even_sample,
     fixed_trial,
     learned_trial,
+    likelihood_of,
     moved_trial,
     parts_of,
 )
@@ -75,8 +76,8 @@ class BlindCalibration(Pytree):
       rival: the best candidate of another kind: fixed, learned, or learned over
         transformations.
       queries: number of queries that were learned from.
-      likelihood: the likelihood by which foreign queries are told, the learned one or
-        the one over transformations, whichever is ahead.
+      likelihood: the likelihood that the chosen model implies, by which foreign queries
+        are told.
       table: `(K, K)`, its probabilities of query bins, a row for each bin of memories.
     """
 
@@ -199,16 +200,20 @@ def calibrate_blind(
     name, rival = _chosen(trials)
     advantage, error = _ahead(trials[name], trials[rival])
     model = trials[name].model
-    likelihood = trials[MOVED if MOVED in (name, rival) else LEARNED]
+    implied = likelihood_of(problem, trials[name])
+
+    def on_device(x: Any) -> Array:
+        return jax.device_put(np.asarray(x, memories.dtype))
+
     return BlindCalibration(
         model,
-        scores=_table([trial.scores.mean(0) for trial in trials.values()]),
-        betas=_table([trial.betas for trial in trials.values()]),
-        advantage=jax.device_put(np.float32(advantage)),
-        standard_error=jax.device_put(np.float32(error)),
+        scores=on_device(_table([trial.scores.mean(0) for trial in trials.values()])),
+        betas=on_device(_table([trial.betas for trial in trials.values()])),
+        advantage=on_device(advantage),
+        standard_error=on_device(error),
         expected_error=_expected_error(memories, *used, model),
-        likelihood=likelihood.model.similarity,
-        table=probabilities(likelihood.counts),
+        likelihood=implied,
+        table=probabilities(trials[name].counts),
         name=name,
         names=tuple(trials),
         rival=rival,
@@ -292,12 +297,12 @@ def _expected_error(
     return jnp.maximum(squared - (state * state).sum(-1), 0.0).mean()
 
 
-def _table(rows: list[np.ndarray]) -> Array:
+def _table(rows: list[np.ndarray]) -> np.ndarray:
     """Rows of unlike length as one array, filled up with NaN."""
-    table = np.full((len(rows), max(map(len, rows))), np.nan, np.asarray(rows[0]).dtype)
+    table = np.full((len(rows), max(map(len, rows))), np.nan)
     for number, row in enumerate(rows):
         table[number, : len(row)] = row
-    return jax.device_put(table)
+    return table
 
 
 def _used(
