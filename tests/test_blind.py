@@ -97,7 +97,6 @@ def test_an_easy_corruption_loses_nothing(digits):
     moves = image_transformations(SHAPE)
     calibration = uhop.calibrate_blind(digits, query, transformations=moves)
     assert error(calibration.model, digits, query, target) < 0.01
-    assert "not enough" not in calibration.summary()
     unsure = dataclasses.replace(calibration, advantage=calibration.standard_error)
     assert not unsure.certain and "not enough queries to tell" in unsure.summary()
 
