@@ -109,7 +109,8 @@ class BlindCalibration(Pytree):
         """The probability of each query that none of the memories belongs to it.
 
         It is most accurate where components are corrupted independently, and from many
-        queries, which tell how many of them are foreign.
+        queries, which tell how many of them are foreign. Where a blur without noise
+        explains the queries, it is near zero for all of them.
 
         Args:
           memories: stored patterns, three at least.
