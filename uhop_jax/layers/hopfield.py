@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from uhop_jax._checks import check_count, check_sizes
+from uhop_jax._checks import check_count, check_sizes, surely_less
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.base import Kernel, Layer, feature_size
 from uhop_jax.layers.inputs import Sizes
@@ -123,9 +123,8 @@ class Hopfield(Layer):
         late = False  # whether the value projection follows the weighted sum
         if self.sizes.value is None:
             read = keys if self.kernel is None else maps.key(memories)
-            fewer = math.prod(inputs.batch) * state.shape[-2] < math.prod(
-                read.shape[:-2]
-            )
+            states = math.prod(inputs.batch) * state.shape[-2]
+            fewer = surely_less(states, math.prod(read.shape[:-2]))
             late = fewer and self.sizes.heads == 1 and not association.own_memories
         if not late:
             read = maps.value(read)
