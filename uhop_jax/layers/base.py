@@ -206,9 +206,10 @@ class Layer(nnx.Module):
                 f"{self.sizes.value} and memory_size {self.sizes.memory}"
             )
         state, memories = self._normalized(inputs)
-        read = memories if inputs.values is None else inputs.values
-        if self.norm_value is not None:
-            read = self.norm_value(read)
+        values = inputs.values
+        read = memories if values is None else values
+        if self.norm_value is not None:  # memories are not normalised twice
+            read = self.norm_value(inputs.memories if values is None else values)
         mapped = state, memories
         if self.kernel is not None:
             if self.record is not None:
