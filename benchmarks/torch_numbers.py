@@ -5,6 +5,7 @@
 DIR holds the package `hflayers` of github.com/ml-jku/hopfield-layers, which is not on
 PyPI. The file has, for each case, the names and shapes of the state dict and the
 output; `drawn` draws the entries and the inputs of every case, here and in the test.
+Printed besides: what `docs/how_to/hopfield_layers.md` says that its code does.
 """
 
 import argparse
@@ -136,6 +137,47 @@ def _hopfield_layers() -> Any:
         )
 
 
+def facts() -> dict[str, str]:
+    """What hopfield-layers does with some of its options, by an experiment each."""
+    import torch
+
+    module = _hopfield_layers().Hopfield
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+
+    def apart(a: Any, b: Any) -> str:
+        return f"apart by {float((a - b).detach().abs().max()):.1e}"
+
+    scaled = [
+        module(8, num_heads=2, scaling=scaling).eval()
+        for scaling in (torch.tensor([0.5, 2.0]), 0.5)
+    ]
+    scaled[1].load_state_dict(scaled[0].state_dict())
+    weights = [one.get_association_matrix(x)[:, 0] for one in scaled]
+    biased = module(8, concat_bias_pattern=True).eval()
+    before = biased(x)
+    biased.association_core.bias_v.data += 100
+    static: dict[str, Any] = PLAIN | WITHOUT | {"disable_out_projection": True}
+    for name in ("stored_pattern", "state_pattern", "pattern_projection"):
+        static[f"{name}_as_static"] = True
+    heads = module(num_heads=2, **static).eval()
+    changed = torch.stack([x[0], x[1] + 1])
+    plain = module(8)
+    plain(x).sum().backward()
+    hidden = torch.ones(2, 5, dtype=torch.bool)
+    blind = plain(x, stored_pattern_padding_mask=hidden)
+    gradient = plain.norm_pattern_projection.weight.grad
+    return {
+        "weights of head 1 at scaling (0.5, 2) and at 0.5": apart(*weights),
+        "outputs before and after a change of bias_v": apart(before, biased(x)),
+        "outputs of set 1 after a change of set 2, static, two heads": apart(
+            heads(x)[0], heads(changed)[0]
+        ),
+        "gradient of the norm of values in the first step": str(gradient),
+        "outputs of states that see nothing": str(blind.unique().tolist()[0]),
+    }
+
+
 def main() -> None:
     """Writes the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -147,6 +189,8 @@ def main() -> None:
         cases[name] = {"shapes": shapes, "sizes": sizes, "output": numbers}
         cases[name]["shape"] = result.shape
         print(f"{name}: {result.shape}, largest {abs(result).max():.3f}")
+    for fact, result in facts().items():
+        print(f"{fact}: {result}")
     lines = [f"{json.dumps(name)}: {json.dumps(x)}" for name, x in cases.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     parser.parse_args().out.write_text(text, encoding="utf-8")
