@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from uhop_jax._products import weigh
 from uhop_jax.separation import Separation, _root, _steep
 from uhop_jax.separation._root import Power, exp_and_slope, run_time_power, switch
 from uhop_jax.separation.entmax import valid_alpha
@@ -217,12 +216,11 @@ def _steep_sums(model, y, extra, carry, tile: Tile, update):
 def weigh_tile(model, y, extra, carry, tile: Tile, update):
     """A step: sums of the averaged patterns and of the weights at a threshold."""
     keys, z = tile.overlaps(model, y)
-    averaged = tile.averaged(keys, update)
     p, _ = _weights_and_slopes(model, z, extra)
     mass = p.sum(-1)
     out = lax.cond(  # a tile without support costs no product
         jnp.any(mass != 0),
-        lambda: carry[0] + weigh(p, averaged).astype(carry[0].dtype),
+        lambda: carry[0] + tile.weigh(p, keys, update).astype(carry[0].dtype),
         lambda: carry[0],
     )
     return out, carry[1] + mass
