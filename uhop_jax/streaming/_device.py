@@ -106,7 +106,7 @@ def check_unsplit(**arguments: Any) -> None:
 @functools.partial(jax.jit, static_argnames="plan")
 def _run_on_device(plan: Plan, model: QueryModel, query: Array, stored: ArraySource):
     """Runs blocks of `plan.queries` queries, one after another."""
-    driver = _OnDevice(plan, stored)
+    driver = OnDevice(plan, stored)
     count, size = query.shape[0], plan.queries
     if count <= size:
         return run_queries(driver, plan, model, query)
@@ -123,7 +123,7 @@ def _run_on_device(plan: Plan, model: QueryModel, query: Array, stored: ArraySou
     return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in results)
 
 
-class _OnDevice:
+class OnDevice:
     """The driver of passes over an array, inside a compiled program.
 
     A driver has loops (`repeat`), branches (`when`), passes (`fold`), averages and
@@ -236,11 +236,11 @@ def fold_tiles(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(plan: Plan, update: bool, model: QueryModel, y: Array, stored):
     """`average` on the device, with the derivative of `_backward`."""
-    return average(_OnDevice(plan, stored), model, y, update)
+    return average(OnDevice(plan, stored), model, y, update)
 
 
 def _forward(plan, update, model, y, stored):
-    out, threshold = average(_OnDevice(plan, stored), model, y, update)
+    out, threshold = average(OnDevice(plan, stored), model, y, update)
     return (out, threshold), (model, y, stored, out, threshold)
 
 
@@ -252,9 +252,9 @@ def _backward(plan, update, residuals, cotangents):
     `b` the derivative in the threshold of the sum of the weights. The dependence adds
     `-a / b` (`share`) to the cotangent of every weight.
     """
-    residuals, g = _differentiated_once((residuals, cotangents[0]))
+    residuals, g = differentiated_once((residuals, cotangents[0]))
     model, y, stored, out, threshold = residuals
-    driver = _OnDevice(plan, stored)
+    driver = OnDevice(plan, stored)
     zeros = jax.tree.map(jnp.zeros_like, (unobserved(model), y)), stored.zero_parts()
     (by_model, by_y), parts = pull_back(
         driver, model, y, (threshold, g, out), zeros, update
@@ -266,7 +266,7 @@ _differentiable.defvjp(_forward, _backward)
 
 
 @jax.custom_jvp
-def _differentiated_once(x: Any) -> Any:
+def differentiated_once(x: Any) -> Any:
     """`x` itself; a derivative of it raises an error.
 
     Without the error, a second derivative would take `x` for a constant.
@@ -274,7 +274,7 @@ def _differentiated_once(x: Any) -> Any:
     return x
 
 
-@_differentiated_once.defjvp
+@differentiated_once.defjvp
 def _refuse(primals, tangents):
     raise ValueError(
         "retrieve_streamed has first derivatives alone: use retrieve for second ones"

@@ -220,7 +220,7 @@ class HostSource(NamedTuple):
 
 
 class _OnHost:
-    """The driver of passes over blocks, with the methods of `_OnDevice`.
+    """The driver of passes over blocks, with the methods of `OnDevice`.
 
     One compiled program works on a block while the next block is transferred.
     """

@@ -1,6 +1,6 @@
 """The algorithms of streamed retrieval, each written once for both drivers.
 
-A driver has loops, branches and passes (`_device._OnDevice`, `_host._OnHost`). A pass,
+A driver has loops, branches and passes (`_device.OnDevice`, `_host._OnHost`). A pass,
 `driver.fold(step, model, y, extra, carry, update)`, calls a step on every tile of
 memories:
 
@@ -160,12 +160,12 @@ def online(
 def _average_of_all(driver: Any, model: QueryModel, y: Array, update: bool):
     """`Whole`: the average, and all weights `(Q, M)` in place of a threshold."""
     z = driver.overlaps(model, y)
-    weights = _weights_of_rows(model.separation, z, model.beta)
+    weights = weights_of_rows(model.separation, z, model.beta)
     return driver.weighted(weights, model, y, update), weights
 
 
 @jax.jit
-def _weights_of_rows(separation: Separation, z: Array, beta: Array) -> Array:
+def weights_of_rows(separation: Separation, z: Array, beta: Array) -> Array:
     """Weights `(Q, M)`, with parameters for each query."""
 
     def row(separation: Separation, z: Array, beta: Array) -> Array:
