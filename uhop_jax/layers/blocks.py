@@ -56,6 +56,7 @@ def associate_blocks(
     stored: Rows,
     lengths: Int[Array, " B"] | None,
     *,
+    entries: int,
     steps: int,
     block: int,
     dropout: tuple[float, Array] | None,
@@ -68,10 +69,18 @@ def associate_blocks(
       query: states of all bags.
       stored: memories of all bags.
       lengths: number of memories of each bag; None if all bags have the same number.
+      entries: number of entries of the batch whose states are behind one another in
+        `L`, since they share a bag.
       steps: number of updates.
       block: number of memories in a block.
       dropout: rate, and a key of `jax.random`; or None.
     """
+    form = separation.form
+    if lengths is not None and isinstance(form, Largest | Whole):
+        raise ValueError(
+            "lengths need a separation with one threshold, such as Softmax or Entmax, "
+            f"got {separation!r}"
+        )
     B, L, heads, d = query.shape
     working = working_dtype(query)
 
@@ -88,7 +97,8 @@ def associate_blocks(
         offsets = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
     base = None
     if dropout is not None:
-        base = _positions(stored, offsets, lengths is None, (B, heads, L))
+        shape = B, heads, entries, L // entries
+        base = _positions(stored, offsets, lengths is None, shape)
         stored = dataclasses.replace(stored, dropout=Dropout(*dropout, base))
     y = jnp.swapaxes(query, 1, 2).reshape(B, heads * L, d)
     bags = Bags(offsets, lengths, base)
@@ -97,20 +107,22 @@ def associate_blocks(
 
 
 def _positions(
-    stored: Rows, offsets: Array, regular: bool, shape: tuple[int, int, int]
+    stored: Rows, offsets: Array, regular: bool, shape: tuple[int, int, int, int]
 ) -> Array:
-    """`Bags.base`; in a regular batch the positions in `(B, heads, L, S)` weights."""
-    B, heads, L = shape
-    query = jnp.arange(heads * L, dtype=jnp.uint32)[None]
+    """`Bags.base`; in a regular batch the positions in weights `(..., heads, L, S)`."""
+    B, heads, entries, L = shape
+    count = entries * heads * L
+    query = jnp.arange(count, dtype=jnp.uint32).reshape(entries, heads, L)
+    query = jnp.swapaxes(query, 0, 1).reshape(1, -1)
     bag = jnp.arange(B, dtype=jnp.uint32)[:, None]
     if regular:
         length = stored.length // B
-        first = (bag * jnp.uint32(heads * L) + query) * jnp.uint32(length + stored.own)
+        first = (bag * jnp.uint32(count) + query) * jnp.uint32(length + stored.own)
         base = first - offsets.astype(jnp.uint32)[:, None]
         own = first + jnp.uint32(length) - jnp.uint32(stored.length)
     else:
         base = query * jnp.uint32(stored.length + B * stored.own)
-        base = jnp.broadcast_to(base, (B, heads * L))
+        base = jnp.broadcast_to(base, (B, count))
         own = base + bag * jnp.uint32(stored.own)
     return jnp.stack([base, own], axis=1)
 
@@ -141,7 +153,7 @@ def _drivers(plan: Plan, stored: Rows, bags: Bags) -> Callable[[Bags], OnDevice]
 
     def driver(bag: Bags) -> OnDevice:
         drop = stored.dropout
-        if drop is not None:
+        if drop is not None and bag.base is not None:
             drop = dataclasses.replace(drop, base=bag.base)
         rows = dataclasses.replace(stored, dropout=drop)
         count = stored.length // number if bag.counts is None else bag.counts
@@ -236,9 +248,9 @@ def _averages_of_all(plan, update, model, y, stored: Rows, bags: Bags) -> Array:
         return x.reshape(number, blocks, plan.tile, *x.shape[2:])
 
     valid = jnp.ones((stored.length,), bool)
-    mask = split(valid if stored.mask is None else stored.mask)
-    if not room and stored.mask is None:
-        mask = None
+    mask: Any = None
+    if room or stored.mask is not None:
+        mask = split(valid if stored.mask is None else stored.mask)
     index = split(jnp.arange(stored.length, dtype=jnp.int32))
     maps, drop = stored.maps, stored.dropout
 

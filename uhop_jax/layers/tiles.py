@@ -3,26 +3,27 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from uhop_jax._checks import working_dtype
 from uhop_jax._fast import kept_at
+from uhop_jax.layers.masks import mask_rows
 from uhop_jax.streaming._tiles import QueryModel, Tile, add_rows
 
+T = TypeVar("T")
+STATIC = {"static": True}  # metadata of a field that is no leaf
 
-def pytree(cls):
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def pytree(cls: type[T]) -> type[T]:
     """A frozen dataclass as a pytree, its fields leaves unless they are static."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
-def static() -> Any:
-    """A field that is no leaf."""
-    return dataclasses.field(metadata={"static": True})
+    frozen: Any = dataclasses.dataclass(frozen=True)(cls)
+    return jax.tree_util.register_dataclass(frozen)
 
 
 @pytree
@@ -36,7 +37,7 @@ class Maps:
       others: other arrays.
     """
 
-    call: Callable[..., Any] = static()
+    call: Callable[..., Any] = dataclasses.field(metadata=STATIC)
     numbers: Any = ()
     others: Any = ()
 
@@ -84,7 +85,7 @@ class Dropout:
         and what it would be for the memories that belong to every bag.
     """
 
-    rate: float = static()
+    rate: float = dataclasses.field(metadata=STATIC)
     key: Array
     base: Array
 
@@ -104,7 +105,7 @@ class Rows:
       dropout: of the weights; or None.
     """
 
-    length: int = static()
+    length: int = dataclasses.field(metadata=STATIC)
     maps: Maps
     rows: Any
     mask: Bool[Array, "..."] | None = None
@@ -156,6 +157,16 @@ class Rows:
         return jax.tree.map(jnp.zeros_like, tree)
 
 
+def stored_rows(
+    keys: Float[Array, "*batch S heads d"],
+    values: Float[Array, "*batch S heads v"],
+    where: Bool[Array, "*batch h L S"] | None,
+) -> Rows:
+    """Rows of keys and values that are there already."""
+    rows = tuple(x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
+    return Rows(rows[0].shape[0], Maps(as_they_are), rows, mask_rows(where))
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadTile(Tile):
     """Memories of all heads; the parts are the numbers of the maps and the rows.
@@ -169,7 +180,7 @@ class HeadTile(Tile):
     dropout: Dropout | None
     own: bool = False
 
-    def keys(self, model: QueryModel | None) -> tuple[Array, Array]:
+    def keys(self, model: Any) -> Any:
         """Keys `(T, heads, d)` and values `(T, heads, v)`."""
         numbers, rows = self.parts
         if self.mask is not None:  # a memory that no query may see may be NaN

@@ -259,7 +259,8 @@ def _backward(plan, update, residuals, cotangents):
     (by_model, by_y), parts = pull_back(
         driver, model, y, (threshold, g, out), zeros, update
     )
-    return by_model, by_y, ArraySource(*parts, None)
+    memories, values = parts
+    return by_model, by_y, ArraySource(memories, values, None)
 
 
 _differentiable.defvjp(_forward, _backward)

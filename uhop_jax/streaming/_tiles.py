@@ -100,7 +100,7 @@ class Tile(abc.ABC):
         return keys, jnp.where(jnp.broadcast_to(self.mask, z.shape), z, -jnp.inf)
 
     @abc.abstractmethod
-    def keys(self, model: QueryModel) -> Any:
+    def keys(self, model: Any) -> Any:
         """What `compare` and `weigh` need of each memory."""
 
     @abc.abstractmethod
@@ -120,7 +120,7 @@ class Tile(abc.ABC):
 class PatternTile(Tile):
     """Memories `(T, d)`, and values `(T, v)` or None: the parts."""
 
-    def keys(self, model: QueryModel) -> Array:
+    def keys(self, model: Any) -> Array:
         return model.similarity.keys(self.parts[0])
 
     def compare(self, model: QueryModel, keys: Array, y: Array) -> Array:
