@@ -96,6 +96,8 @@ class Association(nnx.Module):
         block at a time, forward and backward, whatever the number of memories. A call
         of a layer has first derivatives alone, and `associate`, whose result has all
         weights, holds all of them. None computes all scores at once.
+      axis_name: mesh axis of `jax.shard_map` over which the memories of a call are
+        split, by blocks; every device has the same states, and gets the same output.
       param_dtype: of the factor of `beta`.
 
     Raises:
@@ -114,9 +116,12 @@ class Association(nnx.Module):
         zero_memory: bool = False,
         dropout: float = 0.0,
         block: int | None = None,
+        axis_name: str | None = None,
         param_dtype: Any = jnp.float32,
     ):
         check_count("steps", steps, 1)
+        if axis_name is not None and block is None:
+            block = DEFAULT_BLOCK
         if block is not None:
             check_count("block", block, 1)
             if until_converged:
@@ -124,6 +129,7 @@ class Association(nnx.Module):
                     "block needs a fixed number of updates, got until_converged "
                     f"{until_converged} and block {block}"
                 )
+        self.axis_name = axis_name
         check_rate("dropout", dropout)
         check_floating("param_dtype", param_dtype)
         if isinstance(separation, str):
@@ -265,6 +271,7 @@ class Association(nnx.Module):
             steps=self.steps,
             block=DEFAULT_BLOCK if self.block is None else self.block,
             dropout=(self.dropout, key) if self.dropout and key is not None else None,
+            axis=self.axis_name,
         )
         return output.reshape(*rows, heads, output.shape[-1])
 

@@ -28,6 +28,7 @@ from uhop_jax.streaming._device import (
     OnDevice,
     Window,
     differentiated_once,
+    first_on,
     pull_back,
 )
 from uhop_jax.streaming._passes import average, weights_of_rows
@@ -60,6 +61,7 @@ def associate_blocks(
     steps: int,
     block: int,
     dropout: tuple[float, Array] | None,
+    axis: str | None,
 ) -> Float[Array, "B L heads v"]:
     """What the states of all bags retrieve.
 
@@ -74,13 +76,15 @@ def associate_blocks(
       steps: number of updates.
       block: number of memories in a block.
       dropout: rate, and a key of `jax.random`; or None.
+      axis: mesh axis of `jax.shard_map` over which each bag is split; or None.
     """
     form = separation.form
-    if lengths is not None and isinstance(form, Largest | Whole):
-        raise ValueError(
-            "lengths need a separation with one threshold, such as Softmax or Entmax, "
-            f"got {separation!r}"
-        )
+    for name, given in (("lengths", lengths), ("axis_name", axis)):
+        if given is not None and isinstance(form, Largest | Whole):
+            raise ValueError(
+                f"{name} needs a separation with one threshold, such as Softmax or "
+                f"Entmax, got {separation!r}"
+            )
     B, L, heads, d = query.shape
     working = working_dtype(query)
 
@@ -99,10 +103,15 @@ def associate_blocks(
     if dropout is not None:
         shape = B, heads, entries, L // entries
         base = _positions(stored, offsets, lengths is None, shape)
-        stored = dataclasses.replace(stored, dropout=Dropout(*dropout, base))
+        rate, key = dropout
+        if axis is not None:
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+        stored = dataclasses.replace(stored, dropout=Dropout(rate, key, base))
+    if axis is not None and stored.own:  # they count once
+        stored = dataclasses.replace(stored, own_seen=first_on(axis))
     y = jnp.swapaxes(query, 1, 2).reshape(B, heads * L, d)
     bags = Bags(offsets, lengths, base)
-    out = _recalled(model, y, stored, bags, steps=steps, block=block)
+    out = _recalled(model, y, stored, bags, axis, steps=steps, block=block)
     return jnp.swapaxes(out.reshape(B, heads, L, -1), 1, 2)
 
 
@@ -128,7 +137,14 @@ def _positions(
 
 
 def _recalled(
-    model: QueryModel, y: Array, stored: Rows, bags: Bags, *, steps: int, block: int
+    model: QueryModel,
+    y: Array,
+    stored: Rows,
+    bags: Bags,
+    axis: str | None,
+    *,
+    steps: int,
+    block: int,
 ) -> Array:
     """The result `(B, Q, v)` for states `(B, Q, d)`, those of each head together."""
     keys, _ = jax.eval_shape(
@@ -139,15 +155,18 @@ def _recalled(
     model, y, stored, bags = varying_alike((model, y, stored, bags))
     dtype = y.dtype
     y = y.astype(working_dtype(y))
-    averages: Any = _averages
+    averages: Any = functools.partial(_averages, plan, axis)
     if isinstance(model.separation.form, Largest | Whole):
-        averages = _averages_of_all
+        averages = functools.partial(_averages_of_all, plan)
     for _ in range(steps - 1):
-        y = averages(plan, True, model, y, stored, bags)
-    return averages(plan, False, model, y, stored, bags).astype(dtype)
+        y = averages(True, model, y, stored, bags)
+        model, y, stored, bags = varying_alike((model, y, stored, bags))
+    return averages(False, model, y, stored, bags).astype(dtype)
 
 
-def _drivers(plan: Plan, stored: Rows, bags: Bags) -> Callable[[Bags], OnDevice]:
+def _drivers(
+    plan: Plan, axis: str | None, stored: Rows, bags: Bags
+) -> Callable[[Bags], OnDevice]:
     """The driver of one bag."""
     number = bags.offsets.shape[0]
 
@@ -157,39 +176,43 @@ def _drivers(plan: Plan, stored: Rows, bags: Bags) -> Callable[[Bags], OnDevice]
             drop = dataclasses.replace(drop, base=bag.base)
         rows = dataclasses.replace(stored, dropout=drop)
         count = stored.length // number if bag.counts is None else bag.counts
-        return OnDevice(plan, rows, Window(count, bag.offsets))
+        return OnDevice(plan, rows, Window(count, bag.offsets), axis)
 
     return driver
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _averages(plan: Plan, update: bool, model, y, stored: Rows, bags: Bags) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _averages(plan: Plan, axis: str | None, update: bool, model, y, stored, bags):
     """Weighted averages `(B, Q, v)`."""
-    return _forward(plan, update, model, y, stored, bags)[0]
+    return _forward(plan, axis, update, model, y, stored, bags)[0]
 
 
-def _forward(plan, update, model, y, stored, bags):
-    driver = _drivers(plan, stored, bags)
+def _forward(plan, axis, update, model, y, stored, bags):
+    driver = _drivers(plan, axis, stored, bags)
 
     def one(parts: Any) -> Any:
         y, bag = parts
         return average(driver(bag), model, y, update)
 
-    return _map(one, (y, bags))
+    out, threshold = _map(one, (y, bags))
+    if axis is not None:  # all devices have the same averages: this tells JAX so
+        out = lax.psum(jnp.where(first_on(axis), out, 0.0), axis)
+    return out, threshold
 
 
-def _forward_with_residuals(plan, update, *arguments):
+def _forward_with_residuals(plan, axis, update, *arguments):
     model, y, stored, bags = jax.tree.map(lambda x: x.value, arguments)
     perturbed = [x.perturbed for x in jax.tree.leaves(arguments[2].rows)]
-    out, threshold = _forward(plan, update, model, y, stored, bags)
+    out, threshold = _forward(plan, axis, update, model, y, stored, bags)
     with_rows = () if any(perturbed) else None  # known while tracing
     return out, (model, y, stored, bags, out, threshold, with_rows)
 
 
-def _backward(plan, update, residuals, g):
+def _backward(plan, axis, update, residuals, g):
     residuals, g = differentiated_once((residuals, _instantiated(g)))
+    residuals, g = varying_alike((residuals, g))
     model, y, stored, bags, out, threshold, with_rows = residuals
-    driver = _drivers(plan, stored, bags)
+    driver = _drivers(plan, axis, stored, bags)
 
     def one(carry: Any, parts: Any) -> Any:
         y, g, out, threshold, bag = parts

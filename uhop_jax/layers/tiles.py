@@ -102,6 +102,7 @@ class Rows:
         memory; or None.
       own_memories: keys `(n, heads, d)` and values of memories that belong to every
         bag; or None.
+      own_seen: whether these memories count, a scalar; None is always.
       dropout: of the weights; or None.
     """
 
@@ -110,6 +111,7 @@ class Rows:
     rows: Any
     mask: Bool[Array, "..."] | None = None
     own_memories: tuple[Array, Array] | None = None
+    own_seen: Bool[Array, ""] | None = None
     dropout: Dropout | None = None
 
     @property
@@ -146,9 +148,11 @@ class Rows:
         """The memories that belong to every bag."""
         start = jnp.asarray(self.length, jnp.int32)
         index = start + jnp.arange(self.own, dtype=jnp.int32)
-        parts = (), self.own_memories
+        parts, mask = ((), self.own_memories), None
+        if self.own_seen is not None:
+            mask = jnp.broadcast_to(self.own_seen, (self.own,))
         return HeadTile(
-            parts, None, start, dtype, as_they_are, (), index, self.dropout, own=True
+            parts, mask, start, dtype, as_they_are, (), index, self.dropout, own=True
         )
 
     def zero_parts(self, with_rows: bool) -> Any:

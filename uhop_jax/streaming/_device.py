@@ -15,7 +15,14 @@ from uhop_jax._pytree import varying_alike
 from uhop_jax.separation.forms import Largest, Root, Whole
 from uhop_jax.streaming._passes import average, check_values, run_queries, weights_of
 from uhop_jax.streaming._supports import GROUPS
-from uhop_jax.streaming._tiles import PatternTile, Plan, QueryModel, Tile
+from uhop_jax.streaming._tiles import (
+    PatternTile,
+    Plan,
+    QueryModel,
+    Tile,
+    across,
+    total,
+)
 
 
 class ArraySource(NamedTuple):
@@ -137,11 +144,24 @@ class OnDevice:
         """`run()` if the condition holds, else `otherwise`."""
         return lax.cond(condition, run, lambda: otherwise)
 
-    def __init__(self, plan: Plan, stored: Any, window: "Window | None" = None):
-        self.plan, self.stored = plan, stored
+    def __init__(
+        self,
+        plan: Plan,
+        stored: Any,
+        window: "Window | None" = None,
+        axis: str | None = None,
+    ):
+        self.plan, self.stored, self.axis = plan, stored, axis
         self.window = Window(stored.length) if window is None else window
         self.count = self.window.count + stored.own
         self.groups = min(GROUPS, plan.tile, stored.length)
+        if axis is not None:
+            self.count = lax.psum(self.count, axis)
+
+    @property
+    def once(self) -> Any:
+        """One on one of the devices over which memories are split, else zero."""
+        return 1 if self.axis is None else first_on(self.axis).astype(jnp.float32)
 
     def width(self, y: Array, update: bool) -> int:
         """Dimension of the averaged patterns: keys in an update, else values."""
@@ -152,7 +172,16 @@ class OnDevice:
         del active  # the shapes are static: all queries take part
         model, y, stored = lax.stop_gradient((model, y, self.stored))
         arguments = model, y, extra, carry
-        return fold_tiles(step, self.plan, arguments, stored, update, self.window)
+        if self.axis is None:
+            return fold_tiles(step, self.plan, arguments, stored, update, self.window)
+        arguments, stored = varying_alike((arguments, stored))
+        end = fold_tiles(step, self.plan, arguments, stored, update, self.window)
+        merge = getattr(step, "across", None)
+        if merge is None:
+            return end
+        merged = merge(model, end, self.axis)
+        # Branches and loops need one type: all carries vary, though they are equal.
+        return varying_alike((merged, lax.axis_index(self.axis)))[0]
 
     def average(self, model: QueryModel, y: Array, update: bool) -> tuple[Array, Any]:
         """Weighted average `(Q, v)`, with derivatives, and the threshold."""
@@ -195,6 +224,11 @@ def without_masked(stored: ArraySource) -> tuple[Array, Array | None]:
         return jnp.where(stored.mask[:, None], x, jnp.zeros((), x.dtype))
 
     return jax.tree.map(cleared, (stored.memories, stored.values))
+
+
+def first_on(axis: str) -> Array:
+    """Whether this device is the first along a mesh axis of `jax.shard_map`."""
+    return lax.axis_index(axis) == 0
 
 
 class Window(NamedTuple):
@@ -309,6 +343,7 @@ def _contribution(model, y, threshold, tile: Tile, update) -> tuple[Array, Array
     return tile.weigh(p, keys, update).astype(y.dtype), p.sum(-1)
 
 
+@across(total)
 def _slopes(model, y, extra, carry, tile: Tile, update):
     """Adds a tile's part of `a` and `b` of `_backward`."""
     threshold, g = extra

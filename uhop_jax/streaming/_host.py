@@ -225,6 +225,8 @@ class _OnHost:
     One compiled program works on a block while the next block is transferred.
     """
 
+    once = 1
+
     def __init__(self, plan: Plan, source: HostSource):
         self.plan, self.source, self.count = plan, source, source.length
         self.size = source.memories.size(plan.block)

@@ -41,6 +41,7 @@ from uhop_jax.streaming._tiles import (
     QueryModel,
     Threshold,
     Tile,
+    across,
 )
 
 
@@ -94,7 +95,7 @@ def average(
         return out / _safe(total)[:, None], threshold
     null = isinstance(form, Exponential) and form.null
     top = zero if null or isinstance(form, Powers) else zero - jnp.inf
-    total = zero + 1 if null else zero
+    total = zero + driver.once if null else zero
     out, total, top = driver.fold(online, model, y, (), (out, total, top), update)
     return _finished(model.separation, out, total, top)
 
@@ -116,6 +117,18 @@ def _safe(total: Array) -> Array:
     return jnp.where(total == 0, 1.0, total)
 
 
+def _about_one_top(model: QueryModel, carry: Any, axis: str) -> Any:
+    out, total, top = carry
+    form, new = model.separation.form, lax.pmax(top, axis)
+    if isinstance(form, Powers):
+        scale = rectified_power(top, new, form.degree)
+    else:
+        safe = jnp.where(new == -jnp.inf, 0.0, new)
+        scale = jnp.exp(model.beta.astype(top.dtype) * (top - safe))
+    return lax.psum(out * scale[:, None], axis), lax.psum(total * scale, axis), new
+
+
+@across(_about_one_top)
 def online(
     model: QueryModel, y: Array, extra: Any, carry: Any, tile: Tile, update: bool
 ):

@@ -2,7 +2,8 @@
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from jaxtyping import Array
 from uhop_jax._products import weigh
 from uhop_jax.model import Model
 from uhop_jax.separation import Separation
+
+T = TypeVar("T")
 
 
 class Plan(NamedTuple):
@@ -140,3 +143,19 @@ def add_rows(whole: Array, rows: Array, start: Array) -> Array:
     before = lax.dynamic_slice_in_dim(whole, start, rows.shape[0])
     after = before + rows.astype(whole.dtype)
     return lax.dynamic_update_slice_in_dim(whole, after, start, 0)
+
+
+def across(merge: Callable[[Any, Any, str], Any]) -> Callable[[T], T]:
+    """A step whose carries `merge(model, carry, axis)` merges over a mesh axis."""
+
+    def mark(step: T) -> T:
+        step.across = merge  # type: ignore[attr-defined]
+        return step
+
+    return mark
+
+
+def total(model: QueryModel, carry: Any, axis: str) -> Any:
+    """The sum over a mesh axis of carries that began with zero."""
+    del model
+    return lax.psum(carry, axis)
