@@ -43,14 +43,17 @@ class HopfieldPooling(nnx.Module):
 
     def __call__(
         self,
-        memories: Float[Array, "*batch S memory_size"] | IndexedMemories,
-        values: Float[Array, "*batch S value_size"] | None = None,
+        memories: Float[Array, "*sets S memory_size"] | IndexedMemories,
+        values: Float[Array, "*sets S value_size"] | None = None,
         *,
-        mask: Bool[Array, "*#batch S"] | None = None,
+        mask: Bool[Array, "*#sets S"] | None = None,
         lengths: Int[Array, " bags"] | None = None,
         key: Array | None = None,
     ) -> Float[Array, "*batch quantity out"]:
-        """One vector for each bag and learned state; arguments as in `Hopfield`."""
+        """One vector for each bag and learned state; arguments as in `Hopfield`.
+
+        A bag is an entry of the batch; with lengths, a part of the memories.
+        """
         options = {"mask": mask, "lengths": lengths, "key": key}
         return self.layer(self.state[...], memories, values, **options)
 

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import is_traced
+from uhop_jax._pytree import pytree
 from uhop_jax.layers.masks import checked_mask, combined_mask, zero_unless
-from uhop_jax.layers.tiles import STATIC, pytree
+from uhop_jax.layers.tiles import STATIC
 
 
 @pytree

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,11 @@ from jaxtyping import Array, Bool, Float
 
 from uhop_jax._checks import working_dtype
 from uhop_jax._fast import kept_at
+from uhop_jax._pytree import pytree
 from uhop_jax.layers.masks import mask_rows
 from uhop_jax.streaming._tiles import QueryModel, Tile, add_rows
 
-T = TypeVar("T")
 STATIC = {"static": True}  # metadata of a field that is no leaf
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def pytree(cls: type[T]) -> type[T]:
-    """A frozen dataclass as a pytree, its fields leaves unless they are static."""
-    frozen: Any = dataclasses.dataclass(frozen=True)(cls)
-    return jax.tree_util.register_dataclass(frozen)
 
 
 @pytree
