@@ -201,17 +201,14 @@ def _forward(plan, axis, update, model, y, stored, bags):
 
 
 def _forward_with_residuals(plan, axis, update, *arguments):
-    model, y, stored, bags = jax.tree.map(lambda x: x.value, arguments)
-    perturbed = [x.perturbed for x in jax.tree.leaves(arguments[2].rows)]
-    out, threshold = _forward(plan, axis, update, model, y, stored, bags)
-    with_rows = () if any(perturbed) else None  # known while tracing
-    return out, (model, y, stored, bags, out, threshold, with_rows)
+    out, threshold = _forward(plan, axis, update, *arguments)
+    return out, (*arguments, out, threshold)
 
 
 def _backward(plan, axis, update, residuals, g):
-    residuals, g = differentiated_once((residuals, _instantiated(g)))
+    residuals, g = differentiated_once((residuals, g))
     residuals, g = varying_alike((residuals, g))
-    model, y, stored, bags, out, threshold, with_rows = residuals
+    model, y, stored, bags, out, threshold = residuals
     driver = _drivers(plan, axis, stored, bags)
 
     def one(carry: Any, parts: Any) -> Any:
@@ -223,7 +220,7 @@ def _backward(plan, axis, update, residuals, g):
         )
         return (by_model, of_parts), by_y
 
-    zeros = jax.tree.map(jnp.zeros_like, model), stored.zero_parts(with_rows == ())
+    zeros = jax.tree.map(jnp.zeros_like, model), stored.zero_parts()
     parts = y, g, out, threshold, bags
     if y.shape[0] == 1:
         end, by_y = one(zeros, jax.tree.map(lambda x: x[0], parts))
@@ -237,14 +234,7 @@ def _backward(plan, axis, update, residuals, g):
     return by_model, by_y, by_stored, None
 
 
-_averages.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)
-
-
-def _instantiated(x: Any) -> Array:
-    """A cotangent as an array, also one that is known to be zero."""
-    if isinstance(x, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(x.shape, x.dtype)
-    return x
+_averages.defvjp(_forward_with_residuals, _backward)
 
 
 def _map(function: Callable[[Any], Any], parts: Any) -> Any:

@@ -148,9 +148,9 @@ class Rows:
             parts, mask, start, dtype, as_they_are, (), index, self.dropout, own=True
         )
 
-    def zero_parts(self, with_rows: bool) -> Any:
+    def zero_parts(self) -> Any:
         """Zeros for derivatives in the numbers of the maps, the rows and `own`."""
-        tree = self.maps.numbers, self.rows if with_rows else None, self.own_memories
+        tree = self.maps.numbers, self.rows, self.own_memories
         return jax.tree.map(jnp.zeros_like, tree)
 
 
@@ -231,10 +231,9 @@ class HeadTile(Tile):
         if self.own:
             return numbers, rows, jax.tree.map(jnp.add, own, parts[1])
         numbers = jax.tree.map(jnp.add, numbers, parts[0])
-        if rows is not None:
-            rows = jax.tree.map(
-                lambda x, part: add_rows(x, part, self.start), rows, parts[1]
-            )
+        rows = jax.tree.map(
+            lambda x, part: add_rows(x, part, self.start), rows, parts[1]
+        )
         return numbers, rows, own
 
 
