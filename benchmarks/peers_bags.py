@@ -16,6 +16,7 @@ which the two norms differ by 1e-6: in the first fold of each seed, epoch by epo
 """
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -118,8 +119,8 @@ def with_weights(classifier: Classifier, model: Any) -> Classifier:
     state = {name: x.numpy() for name, x in model["pooling"].state_dict().items()}
     classifier.pooling = from_torch(classifier.pooling, state)
     head = model["head"]
-    classifier.head.kernel[...] = jnp.asarray(head.weight.detach().numpy().T)
-    classifier.head.bias[...] = jnp.asarray(head.bias.detach().numpy())
+    classifier.head.kernel[...] = jnp.array(head.weight.detach().numpy().T)
+    classifier.head.bias[...] = jnp.array(head.bias.detach().numpy())
     return classifier
 
 
@@ -137,12 +138,13 @@ def optimizer() -> optax.GradientTransformation:
     return optax.adamw(RATE, weight_decay=DECAY)
 
 
-def trainer(size: int) -> Any:
+def trainer() -> Any:
     """A compiled function: losses of the epochs, and logits of all bags at the end."""
-    graphdef, _ = nnx.split(Classifier(size, nnx.Rngs(0)))
 
-    @jax.jit
-    def run(state: Any, bags: Bags, order: jax.Array) -> tuple[jax.Array, jax.Array]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(
+        graphdef: Any, state: Any, bags: Bags, order: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         def loss(state: Any, rows: jax.Array) -> jax.Array:
             features, mask, labels = (x[rows] for x in bags)
             logits = nnx.merge(graphdef, state)(features, mask)
@@ -195,7 +197,7 @@ def study(
 ) -> list[dict[str, Any]]:
     """A record for each seed and fold of a data set."""
     size, rows = bags.features.shape[-1], []
-    run = trainer(size)
+    run = trainer()
     for seed in range(seeds):
         folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
         seconds = np.zeros(2)
@@ -209,11 +211,12 @@ def study(
                 """Losses and logits of both libraries, and their seconds."""
                 model = peer_classifier(torch, size, seed, apart=apart)
                 classifier = with_weights(Classifier(size, nnx.Rngs(0)), model)
-                state = nnx.to_pure_dict(nnx.state(classifier))
+                graphdef, parameters = nnx.split(classifier)
+                state = nnx.to_pure_dict(parameters)
                 times = [time.perf_counter()]
                 theirs = peer_run(torch, model, scaled, order)
                 times.append(time.perf_counter())
-                ours = jax.device_get(run(state, scaled, order))
+                ours = jax.device_get(run(graphdef, state, scaled, order))
                 times.append(time.perf_counter())
                 return theirs, ours, np.diff(times)
 

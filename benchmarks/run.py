@@ -6,6 +6,7 @@ Writes `benchmarks.csv`, with the environment in its last columns, `benchmarks.t
 the printed output, and a figure.
 """
 
+import bag
 import core
 import fast
 import large
@@ -22,6 +23,8 @@ BENCHMARKS = [
     core.calibration,
     fast.fast,
     layers.layers,
+    bag.bag,
+    bag.ragged,
     training.steps,
     training.host,
     stanhop.stanhop,

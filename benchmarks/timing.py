@@ -7,6 +7,7 @@ import io
 import math
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -88,11 +89,34 @@ def timed(call: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - began) / repeats
 
 
+def processor() -> tuple[str, str]:
+    """Name of the processor, and the widest vector extension that programs use.
+
+    `XLA_FLAGS=--xla_cpu_max_isa=AVX2` and, for PyTorch, `ATEN_CPU_CAPABILITY=avx2` and
+    `ONEDNN_MAX_CPU_ISA=AVX2` hold both libraries to a narrower one.
+    """
+    fields: dict[str, str] = {}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text("utf-8").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    known = ("avx512f", "avx2", "avx", "sse4_2", "sve", "asimd")
+    vectors = next((x for x in known if x in flags), "")
+    held = re.search(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    return name, held.group(1).lower() if held else vectors
+
+
 def environment() -> dict[str, Any]:
     """Device, cores and versions, on which the times depend."""
     torch = peer("torch")
+    name, vectors = processor()
     return {
         "device": jax.devices()[0].device_kind,
+        "processor": name,
+        "vectors": vectors,
         "cores": os.cpu_count(),
         "jax": jax.__version__,
         "torch": "" if torch is None else torch.__version__,
@@ -134,7 +158,8 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
             rows += [row | about for row in benchmark(options.rounds)]
             records.write_csv(path, rows)  # in case a later benchmark fails
     figure = path.with_suffix(".png")
-    draw(figure, rows, f"{about['device']}, {about['cores']} cores")
+    title = "{processor}, {vectors}, {cores} cores".format_map(about)
+    draw(figure, rows, title)
     print(f"\nwritten: {path}, {printed}, {figure}")
 
 

@@ -101,6 +101,7 @@ def other_than_asked(name: str) -> list[str]:
     if name not in STUDIES or not path.exists():
         return []
     kept, current = json.loads(path.read_text("utf-8")), asked(name)
+    kept.pop("cell", None)  # a run adds it where it has one cell alone
     if not current.get("stage_one", {}).get("steps"):
         kept["stage_one"].pop(
             "steps"

@@ -144,6 +144,16 @@ def test_weights_without_batch_first():
     np.testing.assert_array_equal(copy.state[...], weights[0])
 
 
+def test_weights_are_copied():
+    """PyTorch trains parameters in place, and their arrays share its memory."""
+    state, inputs, mask, expected = case("pooling")
+    copy = from_torch(MODULES["pooling"]()[0], state)
+    for array in state.values():
+        array += 1
+    result = np.asarray(copy(*inputs, mask=jnp.asarray(mask))).reshape(expected.shape)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_three_matrices_may_be_separate():
     state, inputs, mask, expected = case("attention")
     whole = state.pop("in_proj_weight")

@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import export, lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, UInt
 
 _SQRT_HALF = 0x3F3504F3  # the bits of sqrt(1/2) in float32
 # A polynomial for `log1p(f) / f`, highest power first, for `1 + f` in
@@ -115,12 +115,19 @@ def kept(key: Array, shape: tuple[int, ...], rate: float) -> Bool[Array, "*shape
     of the time of `jax.random` on a CPU, and a third of the compile time of a training
     step with 25 masks.
     """
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.key_data(key)
     position = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
         position += lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    return kept_at(key, position, rate)
+
+
+def kept_at(
+    key: Array, position: UInt[Array, "*shape"], rate: float
+) -> Bool[Array, "*shape"]:
+    """The entries of `kept` at their positions in the flat mask, modulo `2^32`."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
     bits = position
     for word in range(key.shape[-1]):
         bits = _mixed(bits ^ key[word])

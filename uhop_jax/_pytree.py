@@ -18,6 +18,17 @@ TYPES: dict[str, type["Pytree"]] = {}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def pytree(cls: type[T]) -> type[T]:
+    """A class as a frozen dataclass and a pytree, which `uhop_jax.save` does not know.
+
+    Fields are leaves, except static fields, as in `Pytree`.
+    """
+    frozen = dataclasses.dataclass(frozen=True)(cls)
+    _register(frozen)
+    return frozen
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Pytree:
     """The base of frozen dataclasses that are pytrees; subclassing is all.
 
@@ -28,8 +39,7 @@ class Pytree:
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        dataclasses.dataclass(frozen=True)(cls)
-        _register(cls)
+        pytree(cls)
         TYPES[stored_name(cls)] = cls
 
 

@@ -27,6 +27,7 @@ from uhop_jax.layers.derived import HopfieldLayer, HopfieldPooling
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.features import KernelParam, LinearFeatures, SeparationFeatures
 from uhop_jax.layers.hopfield import Hopfield
+from uhop_jax.layers.inputs import IndexedMemories
 from uhop_jax.layers.learned import BiasPattern, LearnedAlpha
 from uhop_jax.layers.separated import SeparationLosses, separation_losses
 from uhop_jax.layers.static import StaticHopfield
@@ -38,6 +39,7 @@ __all__ = [
     "Hopfield",
     "HopfieldLayer",
     "HopfieldPooling",
+    "IndexedMemories",
     "KernelParam",
     "LearnedAlpha",
     "LinearFeatures",

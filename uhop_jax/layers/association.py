@@ -1,5 +1,7 @@
 """Association: retrieval of each head, from queries, keys and values as they are."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from uhop_jax._checks import (
     check_positive,
     check_rate,
 )
+from uhop_jax.layers.blocks import associate_blocks
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.learned import (
     BiasPattern,
@@ -24,9 +27,12 @@ from uhop_jax.layers.learned import (
     with_hashable_leaves,
 )
 from uhop_jax.layers.masks import attention_mask, extended_mask, zero_unless
+from uhop_jax.layers.tiles import Rows, stored_rows
 from uhop_jax.model import Model
 from uhop_jax.retrieval import converge, energy, retrieve
 from uhop_jax.separation import Separation, separation_from_name
+
+DEFAULT_BLOCK = 1024  # memories in a block where bags have different lengths
 
 
 class Recall(NamedTuple):
@@ -86,6 +92,12 @@ class Association(nnx.Module):
       zero_memory: add one memory of zeros, which attracts states that match no other
         memory.
       dropout: share of the weights that is dropped when a call has a key, in `[0, 1)`.
+      block: number of memories in a block. Keys, values and scores then exist for one
+        block at a time, forward and backward, whatever the number of memories. A call
+        of a layer has first derivatives alone, and `associate`, whose result has all
+        weights, holds all of them. None computes all scores at once.
+      axis_name: mesh axis of `jax.shard_map` over which the memories of a call are
+        split, by blocks; every device has the same states, and gets the same output.
       param_dtype: of the factor of `beta`.
 
     Raises:
@@ -103,9 +115,21 @@ class Association(nnx.Module):
         bias: BiasPattern | None = None,
         zero_memory: bool = False,
         dropout: float = 0.0,
+        block: int | None = None,
+        axis_name: str | None = None,
         param_dtype: Any = jnp.float32,
     ):
         check_count("steps", steps, 1)
+        if axis_name is not None and block is None:
+            block = DEFAULT_BLOCK
+        if block is not None:
+            check_count("block", block, 1)
+            if until_converged:
+                raise ValueError(
+                    "block needs a fixed number of updates, got until_converged "
+                    f"{until_converged} and block {block}"
+                )
+        self.axis_name = axis_name
         check_rate("dropout", dropout)
         check_floating("param_dtype", param_dtype)
         if isinstance(separation, str):
@@ -131,7 +155,7 @@ class Association(nnx.Module):
             self.log_factor = nnx.Param(jnp.zeros(shape, param_dtype))
         self.steps, self.until_converged = steps, until_converged
         self.bias = nnx.data(bias)
-        self.zero_memory, self.dropout = zero_memory, float(dropout)
+        self.zero_memory, self.dropout, self.block = zero_memory, float(dropout), block
 
     @property
     def own_memories(self) -> int:
@@ -203,6 +227,54 @@ class Association(nnx.Module):
         drop = lambda weights: self.dropped(weights, key)  # noqa: E731
         return self._recalled(query, keys, values, where, drop, size, energies)
 
+    def associate_blocks(
+        self,
+        query: Float[Array, "*batch L heads d"],
+        stored: Rows,
+        batch: tuple[int, ...],
+        *,
+        lengths: Int[Array, " bags"] | None = None,
+        key: Array | None = None,
+        size: int | None = None,
+    ) -> Float[Array, "*batch L heads v"]:
+        """The output of `associate`, with a block of memories at a time.
+
+        Args:
+          query: states of each head.
+          stored: memories of all bags, one bag behind another.
+          batch: axes of the query along which memories differ, all bags of the same
+            number of memories; empty if all states share them, or there are lengths.
+          lengths: number of memories of each bag, of bags of different lengths.
+          key: as in `associate`.
+          size: as in `associate`.
+
+        Raises:
+          ValueError: as `associate`.
+        """
+        if key is not None:
+            check_key(key)
+        *rows, heads, d = query.shape
+        self.check_heads(heads)
+        if self.own_memories:
+            empty = (jnp.zeros((0, heads, n), query.dtype) for n in stored.sizes())
+            own: Any = tuple(map(self._extended, empty, self._bias_patterns()))
+            stored = dataclasses.replace(stored, own_memories=own)
+        bags = math.prod(batch) if lengths is None else lengths.shape[0]
+        entries = 1 if lengths is not None else math.prod(rows[:-1]) // max(bags, 1)
+        output = associate_blocks(
+            self.current_separation(),
+            self.current_beta(d if size is None else size),
+            query.reshape(bags, -1, heads, d),
+            stored,
+            lengths,
+            entries=entries,
+            steps=self.steps,
+            block=DEFAULT_BLOCK if self.block is None else self.block,
+            dropout=(self.dropout, key) if self.dropout and key is not None else None,
+            axis=self.axis_name,
+        )
+        return output.reshape(*rows, heads, output.shape[-1])
+
     def dropped(
         self, weights: Float[Array, "*shape"], key: Array | None
     ) -> Float[Array, "*shape"]:
@@ -251,8 +323,8 @@ class Association(nnx.Module):
           is_causal: a query sees no key at a later position.
 
         Raises:
-          ValueError: if shapes do not fit, there is a bias, or the association itself
-            has dropout.
+          ValueError: if shapes do not fit, there is a bias, the association itself
+            has dropout, or it has a block and there is dropout or a module.
         """
         del precision
         if bias is not None:
@@ -301,6 +373,15 @@ class Association(nnx.Module):
             x if heads == kv_heads else jnp.repeat(x, heads // kv_heads, axis=-2)
             for x in (key, value)
         )
+        if self.block is not None:
+            if dropout_rng is not None or module is not None:
+                raise ValueError(
+                    "block makes no weights for dropout or module of an attention of "
+                    f"Flax, got dropout_rate {dropout_rate} and module {module!r}"
+                )
+            stored = stored_rows(keys, values, where)
+            output = self.associate_blocks(query, stored, tuple(batch))
+            return output if invalid is None else jnp.where(invalid, jnp.nan, output)
         recall = self._recalled(query, keys, values, where, drop, None, False)
         if module is not None:
             module.sow(nnx.Intermediate, "attention_weights", recall.weights)
@@ -320,9 +401,9 @@ class Association(nnx.Module):
         """The recall of `associate`, with weights after `drop` in the output."""
         self.check_heads(query.shape[-2])
         beta = self.current_beta(query.shape[-1] if size is None else size)
-        bias = self.bias
-        keys = self._extended(keys, None if bias is None else bias.key[...])
-        values = self._extended(values, None if bias is None else bias.value[...])
+        of_keys, of_values = self._bias_patterns()
+        keys = self._extended(keys, of_keys)
+        values = self._extended(values, of_values)
         if where is not None:
             where = extended_mask(where, self.own_memories)
         recall = self._over_heads(query, keys, values, beta, where, energies)
@@ -375,6 +456,12 @@ class Association(nnx.Module):
             is_leaf=lambda x: x is None,
         )
         return map_head_axis(one_head(*squeezed), jnp.expand_dims)
+
+    def _bias_patterns(self) -> tuple[Array | None, Array | None]:
+        """Key and value `(heads, size)` of the bias pattern, if there is one."""
+        if self.bias is None:
+            return None, None
+        return self.bias.key[...], self.bias.value[...]
 
     def _extended(self, x: Array, bias: Array | None) -> Array:
         """`x (..., S, heads, size)` with the bias pattern and the zero memory added."""

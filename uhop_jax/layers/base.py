@@ -1,5 +1,7 @@
 """What Hopfield layers share: inputs, norms, and the kernel that Stage I learns."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import (
     check_choice,
@@ -21,7 +23,9 @@ from uhop_jax.layers.features import (
     SeparationRecord,
     as_kernel,
 )
-from uhop_jax.layers.inputs import Inputs, Sizes, as_inputs
+from uhop_jax.layers.inputs import IndexedMemories, Inputs, Sizes, as_inputs, as_rows
+from uhop_jax.layers.masks import mask_rows
+from uhop_jax.layers.tiles import Maps, Rows
 
 Kernel = bool | nnx.Module | Callable[[], nnx.Module]
 
@@ -29,7 +33,7 @@ Kernel = bool | nnx.Module | Callable[[], nnx.Module]
 class Layer(nnx.Module):
     """What layers with and without projections share: inputs, norms and the kernel.
 
-    A subclass implements `_recalled`.
+    A subclass implements `_recalled`, `_queries`, `_stored` and `_outputs`.
 
     Attributes:
       association: what retrieves.
@@ -86,20 +90,24 @@ class Layer(nnx.Module):
     def __call__(
         self,
         state: Float[Array, "*states L state_size"],
-        memories: Float[Array, "..."] | None = None,
+        memories: Float[Array, "..."] | IndexedMemories | None = None,
         values: Float[Array, "..."] | None = None,
         *,
         mask: Bool[Array, "..."] | None = None,
         association_mask: Bool[Array, "..."] | None = None,
+        lengths: Int[Array, " bags"] | None = None,
         key: Array | None = None,
     ) -> Float[Array, "*batch L out"]:
         """Retrieves the average of the associated memories for each state.
 
+        An association with a `block` holds keys, values and scores of one block at a
+        time; so does a call with `lengths`, or with `IndexedMemories`.
+
         Args:
           state: queries `(*batch, L, state_size)`. Leading axes of the batch may be
             missing: memory sets along them share the states.
-          memories: `(*batch, S, memory_size)`, or `(S, memory_size)`, which all states
-            share; the states themselves by default.
+          memories: `(*batch, S, memory_size)`, or `(S, memory_size)` or
+            `IndexedMemories`, which all states share; the states themselves by default.
           values: `(..., S, value_size)`, read out in place of the memories.
           mask: `(S,)` or `(*batch, S)`, true for valid memories. A state without any
             valid memory retrieves zero, before the output projection.
@@ -107,6 +115,10 @@ class Layer(nnx.Module):
             or all heads: true where a state may see a memory. A memory that no state
             may see, by either mask, affects no result and no gradient, even if it is
             NaN.
+          lengths: number of memories of each bag. The memories `(S, memory_size)` are
+            then those of all bags, one bag behind another; states have shape
+            `(L, state_size)` or `(bags, L, state_size)`, the mask `(S,)`. Not for
+            separations without a `form`, nor for `TopK`.
           key: key of `jax.random` for dropout; None switches dropout off.
 
         Returns:
@@ -118,7 +130,19 @@ class Layer(nnx.Module):
             of `jax.random`.
         """
         arguments = (state, memories, values, mask, association_mask)
-        return self._associated(arguments, key, False).output
+        made = isinstance(memories, IndexedMemories)
+        if self.association.block is None and lengths is None and not made:
+            return self._associated(arguments, key, False).output
+        if lengths is None and not made:
+            inputs = self._inputs(arguments)
+        elif association_mask is not None:
+            raise ValueError(
+                "association_mask must be None with lengths or IndexedMemories, got "
+                f"shape {jnp.shape(association_mask)}"
+            )
+        else:
+            inputs = as_rows(self.sizes, state, memories, values, mask, lengths)
+        return self._by_blocks(inputs, key)
 
     def associate(
         self,
@@ -130,7 +154,15 @@ class Layer(nnx.Module):
         association_mask: Bool[Array, "..."] | None = None,
         key: Array | None = None,
     ) -> Recall:
-        """As `__call__`, with weights, energies and convergence beside the output."""
+        """As `__call__`, with weights, energies and convergence beside the output.
+
+        All weights are in memory at once, also with a `block`.
+        """
+        if isinstance(memories, IndexedMemories):
+            raise ValueError(
+                "memories of associate must be an array, which has all weights in "
+                f"memory, got IndexedMemories of {memories.length}"
+            )
         arguments = (state, memories, values, mask, association_mask)
         return self._associated(arguments, key, True)
 
@@ -190,6 +222,7 @@ class Layer(nnx.Module):
     def _normalized(self, inputs: Inputs) -> tuple[Array, Array]:
         """States and memories after the norms."""
         state, memories = inputs.state, inputs.memories
+        assert not isinstance(memories, IndexedMemories)
         if self.norm_state is not None:
             state = self.norm_state(state)
         if self.norm_memory is not None:
@@ -200,26 +233,109 @@ class Layer(nnx.Module):
         self, arguments: tuple[Any, ...], key: Array | None, energies: bool
     ) -> Recall:
         inputs = self._inputs(arguments)
+        self._check_read(inputs)
+        assert not isinstance(inputs.memories, IndexedMemories)
+        if self.record is not None:
+            self._record(*self._normalized(inputs), inputs)
+        features, memories, read = self._mapped(inputs.memories, inputs.values)
+        state = self._mapped_state(inputs.state)
+        return self._recalled(state, features, memories, read, inputs, key, energies)
+
+    def _by_blocks(self, inputs: Inputs, key: Array | None) -> Array:
+        """The output of a call, a block of memories at a time."""
+        self._check_read(inputs)
+        memories, values = inputs.memories, inputs.values
+        made = memories if isinstance(memories, IndexedMemories) else None
+        rows = memories if made is None else None, values
+        if self.record is not None:
+            if made is not None or inputs.lengths is not None:
+                raise ValueError(
+                    "separation_losses need memories (..., S, memory_size), got "
+                    f"{memories.shape} with lengths or IndexedMemories"
+                )
+            self._record(*self._normalized(inputs), inputs)
+        shared = len(memories.shape) == 2
+        mask = inputs.mask
+        if mask is None or (shared and mask.ndim > 1):
+            mask = mask_rows(inputs.where, shared)
+        elif not shared:
+            mask = jnp.broadcast_to(mask, memories.shape[:-1]).reshape(-1)
+        graphdef, parameters = nnx.split(self)
+        arguments = nnx.to_pure_dict(parameters), made
+        length = math.prod(memories.shape[:-1])
+        stored = Rows(
+            length,
+            Maps.of(_KeysAndValues(graphdef), arguments),
+            jax.tree.map(lambda x: x.reshape(length, x.shape[-1]), rows),
+            mask,
+        )
+        output = self.association.associate_blocks(
+            self._queries(self._mapped_state(inputs.state), inputs.batch),
+            stored,
+            () if shared else inputs.batch,
+            lengths=inputs.lengths,
+            key=key,
+            size=self._default_size,
+        )
+        return self._outputs(output)
+
+    def _check_read(self, inputs: Inputs) -> None:
         if inputs.values is None and self.sizes.value not in (None, self.sizes.memory):
             raise ValueError(
                 "values must be given to a layer with value_size "
                 f"{self.sizes.value} and memory_size {self.sizes.memory}"
             )
-        state, memories = self._normalized(inputs)
-        values = inputs.values
+
+    def _record(self, state: Array, memories: Array, inputs: Inputs) -> None:
+        """Keeps the losses of the kernel, while `separation_losses` asks for them."""
+        if self.kernel is not None and self.record is not None:
+            asked = self.record.get_metadata()
+            features = self._separated(
+                state, memories, inputs, asked["states"], asked["through"]
+            )
+            self.record = self.record.extended(features)
+
+    def _mapped_state(self, state: Array) -> Array:
+        """Features of states as they come in: the norm, then the kernel."""
+        if self.norm_state is not None:
+            state = self.norm_state(state)
+        return state if self.kernel is None else self.kernel(state)
+
+    def _mapped(
+        self, memories: Array, values: Array | None
+    ) -> tuple[Array, Array, Array]:
+        """Features of memories, the memories after their norm, and what is read out.
+
+        Memories and values are those of a call: the norm of values acts on them as they
+        come in.
+        """
         read = memories if values is None else values
-        if self.norm_value is not None:  # memories are not normalised twice
-            read = self.norm_value(inputs.memories if values is None else values)
-        mapped = state, memories
-        if self.kernel is not None:
-            if self.record is not None:
-                asked = self.record.get_metadata()
-                features = self._separated(
-                    state, memories, inputs, asked["states"], asked["through"]
-                )
-                self.record = self.record.extended(features)
-            mapped = self.kernel(state), self.kernel(memories)
-        return self._recalled(*mapped, memories, read, inputs, key, energies)
+        if self.norm_memory is not None:
+            memories = self.norm_memory(memories)
+        if self.norm_value is not None:
+            read = self.norm_value(read)
+        elif values is None:
+            read = memories
+        mapped = memories if self.kernel is None else self.kernel(memories)
+        return mapped, memories, read
+
+    # A subclass implements the following.
+
+    _default_size: int | None = None  # the default `beta` is its inverse root, if given
+
+    def _queries(self, state: Array, batch: tuple[int, ...]) -> Array:
+        """Queries `(*batch, L, heads, d)` from the features of states."""
+        raise NotImplementedError
+
+    def _stored(
+        self, mapped: Array, memories: Array, read: Array
+    ) -> tuple[Array, Array]:
+        """Keys `(..., S, heads, d)` and values `(..., S, heads, v)`, see `_mapped`."""
+        raise NotImplementedError
+
+    def _outputs(self, heads: Array) -> Array:
+        """The output of a call, from the outputs of heads `(*batch, L, heads, v)`."""
+        raise NotImplementedError
 
     def _recalled(
         self,
@@ -243,6 +359,20 @@ class Layer(nnx.Module):
           energies: whether the result has energies.
         """
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeysAndValues:
+    """Keys and values of the rows of a block, by a layer of this structure."""
+
+    graphdef: nnx.GraphDef
+
+    def __call__(self, arguments: Any, rows: Any, index: Array) -> tuple[Array, Array]:
+        parameters, made = arguments
+        memories, values = rows
+        layer = nnx.merge(self.graphdef, parameters)
+        memories = memories if made is None else made(index)
+        return layer._stored(*layer._mapped(memories, values))
 
 
 def feature_size(kernel: nnx.Module, size: int, dtype: Any) -> int:

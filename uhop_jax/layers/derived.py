@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import as_counts, check_count, check_rngs
 from uhop_jax.layers.association import Recall
 from uhop_jax.layers.base import Layer
+from uhop_jax.layers.inputs import IndexedMemories
 
 
 class HopfieldPooling(nnx.Module):
@@ -42,14 +43,19 @@ class HopfieldPooling(nnx.Module):
 
     def __call__(
         self,
-        memories: Float[Array, "*batch S memory_size"],
-        values: Float[Array, "*batch S value_size"] | None = None,
+        memories: Float[Array, "*sets S memory_size"] | IndexedMemories,
+        values: Float[Array, "*sets S value_size"] | None = None,
         *,
-        mask: Bool[Array, "*#batch S"] | None = None,
+        mask: Bool[Array, "*#sets S"] | None = None,
+        lengths: Int[Array, " bags"] | None = None,
         key: Array | None = None,
     ) -> Float[Array, "*batch quantity out"]:
-        """One vector for each bag and learned state; arguments as in `Hopfield`."""
-        return self.layer(self.state[...], memories, values, mask=mask, key=key)
+        """One vector for each bag and learned state; arguments as in `Hopfield`.
+
+        A bag is an entry of the batch; with lengths, a part of the memories.
+        """
+        options = {"mask": mask, "lengths": lengths, "key": key}
+        return self.layer(self.state[...], memories, values, **options)
 
     def associate(
         self,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from uhop_jax._checks import check_count, check_sizes, surely_less
 from uhop_jax.layers.association import Association
@@ -119,22 +120,43 @@ class Hopfield(Layer):
 
     def _recalled(self, state, mapped, memories, read, inputs, key, energies):
         maps, association = self.projections, self.association
-        query, keys = maps.query(state), maps.key(mapped)
+        keys = maps.key(mapped)
         late = False  # whether the value projection follows the weighted sum
         if self.sizes.value is None:
-            read = keys if self.kernel is None else maps.key(memories)
+            read = self._projected(keys, memories)
             states = math.prod(inputs.batch) * state.shape[-2]
             fewer = surely_less(states, math.prod(read.shape[:-2]))
             late = fewer and self.sizes.heads == 1 and not association.own_memories
         if not late:
             read = maps.value(read)
-        query, keys = maps.normalized(query, keys)
-        query = jnp.broadcast_to(query, (*inputs.batch, *query.shape[-3:]))
         recall = association.associate(
-            query, keys, read, where=inputs.where, key=key, energies=energies
+            self._queries(state, inputs.batch),
+            maps.normalized_keys(keys),
+            read,
+            where=inputs.where,
+            key=key,
+            energies=energies,
         )
         heads = recall.output
         if late:
             weights = association.dropped(recall.weights, key)  # compiled to one draw
             heads = maps.value_of_mean(heads, weights)
         return recall._replace(output=maps.output(heads))
+
+    def _projected(self, keys: Array, memories: Array) -> Array:
+        """The keys of the memories without a kernel, which `W_V` maps."""
+        return keys if self.kernel is None else self.projections.key(memories)
+
+    def _queries(self, state, batch):
+        query = self.projections.normalized_queries(self.projections.query(state))
+        return jnp.broadcast_to(query, (*batch, *query.shape[-3:]))
+
+    def _stored(self, mapped, memories, read):
+        maps = self.projections
+        keys = maps.key(mapped)
+        if self.sizes.value is None:
+            read = self._projected(keys, memories)
+        return maps.normalized_keys(keys), maps.value(read)
+
+    def _outputs(self, heads):
+        return self.projections.output(heads)

@@ -1,11 +1,48 @@
 """What a call of a layer associates: arrays and masks of checked shapes."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax.layers.masks import combined_mask, zero_unless
+from uhop_jax._checks import is_traced
+from uhop_jax._pytree import pytree
+from uhop_jax.layers.masks import checked_mask, combined_mask, zero_unless
+from uhop_jax.layers.tiles import STATIC
+
+
+@pytree
+class IndexedMemories:
+    """Memories that a function of their index makes, block by block.
+
+    A layer whose association has a `block` never holds all of them: the backward pass
+    makes each block again.
+
+    Attributes:
+      function: maps indices `(T,)`, int32, and the arguments to memories
+        `(T, memory_size)`. It must hash: the arrays that it needs are arguments.
+      length: number of memories.
+      arguments: pytrees of arrays, in which there are derivatives.
+    """
+
+    function: Callable[..., Array] = dataclasses.field(metadata=STATIC)
+    length: int = dataclasses.field(metadata=STATIC)
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, index: Int[Array, " T"]) -> Float[Array, "T memory_size"]:
+        """The memories of these indices."""
+        return self.function(index, *self.arguments)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of all memories, without making them."""
+        one = jax.ShapeDtypeStruct((1,), jnp.int32)
+        made = jax.eval_shape(lambda rows, index: rows(index), self, one).shape
+        return (self.length, *made[1:])
 
 
 class Inputs(NamedTuple):
@@ -19,14 +56,20 @@ class Inputs(NamedTuple):
       batch: leading axes of the result.
       where: `(*batch, 1 or heads, L, S)`, true where a state may see a memory; or None.
       visible: `(*batch, S)`, true for memories that some state may see; or None.
+      mask: `(*batch, S)` or `(S,)`, true for memories that all states may see, if
+        there is no other mask; or None.
+      lengths: `(bags,)`, number of memories of each bag, if they lie one bag behind
+        another along `S`; or None.
     """
 
     state: Float[Array, "*states L d"]
-    memories: Float[Array, "*sets S d_memory"]
+    memories: Float[Array, "*sets S d_memory"] | IndexedMemories
     values: Float[Array, "*sets S d_value"] | None
     batch: tuple[int, ...]
     where: Bool[Array, "..."] | None
     visible: Bool[Array, "..."] | None
+    mask: Bool[Array, "..."] | None = None
+    lengths: Int[Array, " bags"] | None = None
 
 
 class Sizes(NamedTuple):
@@ -113,4 +156,80 @@ def as_inputs(
         memories = zero_unless(needed, memories)
         if values is not None:
             values = zero_unless(needed, values)
-    return Inputs(state, memories, values, batch, where, visible)
+    alone = None if association_mask is not None else mask
+    return Inputs(state, memories, values, batch, where, visible, alone)
+
+
+def as_rows(
+    sizes: Sizes, state: Any, memories: Any, values: Any, mask: Any, lengths: Any
+) -> Inputs:
+    """As `as_inputs`, for bags one behind another or memories of an index.
+
+    Args:
+      sizes: sizes of the layer.
+      state: states.
+      memories: `(S, memory_size)`, or `IndexedMemories`.
+      values: `(S, value_size)`, or None.
+      mask: `(S,)`, or None.
+      lengths: `(bags,)` integers; None is one bag, which all states share.
+
+    Raises:
+      ValueError: as `as_inputs`; or if the lengths are negative or exceed `S`.
+    """
+    state = jnp.asarray(state)
+    if not isinstance(memories, IndexedMemories):
+        memories = jnp.asarray(memories)
+    if state.ndim < 2 or state.shape[-1] != sizes.state:
+        raise ValueError(
+            f"state must have shape (..., L, {sizes.state}), got {state.shape}"
+        )
+    if len(memories.shape) != 2 or memories.shape[1] != sizes.memory:
+        raise ValueError(
+            f"memories must have shape (S, {sizes.memory}), all bags one behind "
+            f"another, got {memories.shape}"
+        )
+    length = memories.shape[0]
+    if values is not None:
+        values = jnp.asarray(values)
+        if sizes.value is None:
+            raise ValueError("values need a layer with a value_size")
+        if values.shape != (length, sizes.value):
+            raise ValueError(
+                f"values must have shape {(length, sizes.value)}, got {values.shape}"
+            )
+    if mask is not None:
+        mask = checked_mask(mask, (), length)
+    batch = state.shape[:-2]
+    if lengths is not None:
+        lengths = as_lengths(lengths, length)
+        bags = lengths.shape
+        if batch not in ((), bags):
+            raise ValueError(
+                f"state must have shape (L, {sizes.state}), which all bags share, or "
+                f"{(*bags, 'L', sizes.state)}, got {state.shape}"
+            )
+        batch = bags
+    return Inputs(state, memories, values, batch, None, None, mask, lengths)
+
+
+def as_lengths(lengths: Any, total: int) -> Int[Array, " bags"]:
+    """The number of memories of each bag, int32.
+
+    Raises:
+      ValueError: if they are no integers, negative, or more than `total` together.
+    """
+    lengths = jnp.asarray(lengths)
+    if lengths.ndim != 1 or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            "lengths must be integers of shape (bags,), got "
+            f"{lengths.dtype} of shape {lengths.shape}"
+        )
+    if not is_traced(lengths):
+        numbers = np.asarray(lengths)
+        if (numbers < 0).any() or numbers.sum() > total:
+            raise ValueError(
+                f"lengths must be at least 0 and sum to at most the {total} memories, "
+                f"got a least length of {numbers.min(initial=0)} and a sum of "
+                f"{numbers.sum()}"
+            )
+    return lengths.astype(jnp.int32)

@@ -29,7 +29,7 @@ def combined_mask(
     *batch, heads, L, S = shape
     where = None
     if mask is not None:
-        mask = jnp.broadcast_to(_checked_mask(mask, tuple(batch), S), (*batch, S))
+        mask = jnp.broadcast_to(checked_mask(mask, tuple(batch), S), (*batch, S))
         where = jnp.broadcast_to(mask[..., None, None, :], (*batch, 1, L, S))
     if association_mask is not None:
         visible = _boolean("association_mask", association_mask)
@@ -95,6 +95,25 @@ def attention_mask(
     return jnp.tril(mask) if is_causal else mask, invalid
 
 
+def mask_rows(
+    where: Bool[Array, "*batch h L S"] | None, shared: bool = False
+) -> Bool[Array, "..."] | None:
+    """The mask with the axis of memories in front, then heads and states.
+
+    Args:
+      where: mask of the weights, or None.
+      shared: whether all entries of the batch share the memories: `(S, h, *batch L)`,
+        else `(*batch S, h, L)`.
+    """
+    if where is None:
+        return None
+    if shared:
+        where = jnp.moveaxis(where, (-1, -3), (0, 1))
+        return where.reshape(*where.shape[:2], -1)
+    where = jnp.moveaxis(where, -1, -3)
+    return where.reshape(-1, *where.shape[-2:])
+
+
 def zero_unless(
     valid: Bool[Array, "*rows"], x: Float[Array, "*rows size"]
 ) -> Float[Array, "*rows size"]:
@@ -102,7 +121,7 @@ def zero_unless(
     return jnp.where(valid[..., None], x, jnp.zeros((), x.dtype))
 
 
-def _checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:
+def checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:
     """The boolean mask over memories, of a checked shape."""
     mask = _boolean("mask", mask)
     if mask.shape not in ((S,), (*batch, S)):

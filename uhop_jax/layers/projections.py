@@ -61,13 +61,13 @@ class Projections(nnx.Module):
         if out_size:
             self.out = nnx.LinearGeneral(values, out_size, axis=(-2, -1), **options)
 
-    def normalized(
-        self, query: Float[Array, "..."], keys: Float[Array, "..."]
-    ) -> tuple[Array, Array]:
-        """Queries and keys after the LayerNorm of each head, if there is one."""
-        if self.norm_query is None:
-            return query, keys
-        return self.norm_query(query), self.norm_key(keys)
+    def normalized_queries(self, query: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Queries after the LayerNorm of each head, if there is one."""
+        return query if self.norm_query is None else self.norm_query(query)
+
+    def normalized_keys(self, keys: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Keys after the LayerNorm of each head, if there is one."""
+        return keys if self.norm_key is None else self.norm_key(keys)
 
     def value_of_mean(
         self,

@@ -57,14 +57,14 @@ class StaticHopfield(Layer):
             self.norm_query = nnx.LayerNorm(size, **options)
             self.norm_key = nnx.LayerNorm(size, **options)
 
+    @property
+    def _default_size(self) -> int:  # type: ignore[override]
+        return self.sizes.state
+
     def _recalled(self, state, mapped, memories, read, inputs, key, energies):
-        del memories
-        query, keys, read = (x[..., None, :] for x in (state, mapped, read))
-        if self.norm_query is not None:
-            query, keys = self.norm_query(query), self.norm_key(keys)
-        query = jnp.broadcast_to(query, (*inputs.batch, *query.shape[-3:]))
+        keys, read = self._stored(mapped, memories, read)
         recall = self.association.associate(
-            query,
+            self._queries(state, inputs.batch),
             keys,
             read,
             where=inputs.where,
@@ -73,3 +73,16 @@ class StaticHopfield(Layer):
             energies=energies,
         )
         return map_head_axis(recall, jnp.squeeze)
+
+    def _queries(self, state, batch):
+        query = state[..., None, :]
+        query = query if self.norm_query is None else self.norm_query(query)
+        return jnp.broadcast_to(query, (*batch, *query.shape[-3:]))
+
+    def _stored(self, mapped, memories, read):
+        del memories
+        keys, read = mapped[..., None, :], read[..., None, :]
+        return keys if self.norm_key is None else self.norm_key(keys), read
+
+    def _outputs(self, heads):
+        return heads.squeeze(-2)

@@ -164,7 +164,8 @@ def _rows(*parts: tuple[Any, int | None]) -> Callable[[np.ndarray], None]:
             else:
                 part = array[first : first + math.prod(shape) // inputs].T
                 first += part.shape[1]
-            parameter[...] = jnp.asarray(part.reshape(shape), parameter[...].dtype)
+            # A copy: PyTorch trains its parameters, which the entries may be, in place.
+            parameter[...] = jnp.array(part.reshape(shape), parameter[...].dtype)
 
     return write
 

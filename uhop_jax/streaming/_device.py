@@ -11,12 +11,18 @@ from jax import lax
 from jaxtyping import Array
 
 from uhop_jax._checks import as_floating
-from uhop_jax._products import weigh
 from uhop_jax._pytree import varying_alike
 from uhop_jax.separation.forms import Largest, Root, Whole
 from uhop_jax.streaming._passes import average, check_values, run_queries, weights_of
 from uhop_jax.streaming._supports import GROUPS
-from uhop_jax.streaming._tiles import Plan, QueryModel, Tile
+from uhop_jax.streaming._tiles import (
+    PatternTile,
+    Plan,
+    QueryModel,
+    Tile,
+    across,
+    total,
+)
 
 
 class ArraySource(NamedTuple):
@@ -60,9 +66,33 @@ class ArraySource(NamedTuple):
         """Number of memories."""
         return self.memories.shape[0]
 
+    @property
+    def own(self) -> int:
+        """Number of memories that come before those of any window."""
+        return 0
+
     def run(self, plan: Plan, model: QueryModel, query: Array) -> tuple[Array, ...]:
         """The fields of `Streamed` for queries `(Q, d)`."""
         return _run_on_device(plan, *varying_alike((model, query, self)))
+
+    def width(self, y: Array, update: bool) -> int:
+        """Dimension of the averaged patterns: keys in an update, else values."""
+        if update:
+            return y.shape[-1]
+        return (self.memories if self.values is None else self.values).shape[-1]
+
+    def tile(self, start: Array, size: int, inside: Array | None, dtype: Any) -> Tile:
+        """`size` memories from `start` on, of which those `inside` are valid."""
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), self)
+        memories, values = jax.tree.map(lambda x: x.astype(dtype), without_masked(part))
+        mask = part.mask
+        if inside is not None:
+            mask = inside if mask is None else mask & inside
+        return PatternTile((memories, values), mask, start, dtype)
+
+    def zero_parts(self) -> Any:
+        """Zeros to which a pass adds the derivatives in the parts of each tile."""
+        return jax.tree.map(jnp.zeros_like, (self.memories, self.values))
 
 
 def check_unsplit(**arguments: Any) -> None:
@@ -83,7 +113,7 @@ def check_unsplit(**arguments: Any) -> None:
 @functools.partial(jax.jit, static_argnames="plan")
 def _run_on_device(plan: Plan, model: QueryModel, query: Array, stored: ArraySource):
     """Runs blocks of `plan.queries` queries, one after another."""
-    driver = _OnDevice(plan, stored)
+    driver = OnDevice(plan, stored)
     count, size = query.shape[0], plan.queries
     if count <= size:
         return run_queries(driver, plan, model, query)
@@ -100,7 +130,7 @@ def _run_on_device(plan: Plan, model: QueryModel, query: Array, stored: ArraySou
     return tuple(x.reshape(x.shape[0] * size, *x.shape[2:])[:count] for x in results)
 
 
-class _OnDevice:
+class OnDevice:
     """The driver of passes over an array, inside a compiled program.
 
     A driver has loops (`repeat`), branches (`when`), passes (`fold`), averages and
@@ -114,26 +144,44 @@ class _OnDevice:
         """`run()` if the condition holds, else `otherwise`."""
         return lax.cond(condition, run, lambda: otherwise)
 
-    def __init__(self, plan: Plan, stored: ArraySource):
-        self.plan, self.stored, self.count = plan, stored, stored.length
-        self.groups = min(GROUPS, plan.tile, self.count)
+    def __init__(
+        self,
+        plan: Plan,
+        stored: Any,
+        window: "Window | None" = None,
+        axis: str | None = None,
+    ):
+        self.plan, self.stored, self.axis = plan, stored, axis
+        self.window = Window(stored.length) if window is None else window
+        self.count = self.window.count + stored.own
+        self.groups = min(GROUPS, plan.tile, stored.length)
+        if axis is not None:
+            self.count = lax.psum(self.count, axis)
+
+    @property
+    def once(self) -> Any:
+        """One on one of the devices over which memories are split, else zero."""
+        return 1 if self.axis is None else first_on(self.axis).astype(jnp.float32)
 
     def width(self, y: Array, update: bool) -> int:
         """Dimension of the averaged patterns: keys in an update, else values."""
-        if update:
-            return y.shape[-1]
-        values = self.stored.values
-        return (self.stored.memories if values is None else values).shape[-1]
+        return self.stored.width(y, update)
 
     def fold(self, step, model, y, extra, carry, update, active=None):
         """A pass: `step` carried over all tiles, without derivatives."""
         del active  # the shapes are static: all queries take part
-        stored, plan = self.stored, self.plan
-        model, y, stored = lax.stop_gradient((model, y, stored))
+        model, y, stored = lax.stop_gradient((model, y, self.stored))
         arguments = model, y, extra, carry
-        return fold_tiles(
-            step, plan.tile, plan.dtype, arguments, stored, update, self.count
-        )
+        if self.axis is None:
+            return fold_tiles(step, self.plan, arguments, stored, update, self.window)
+        arguments, stored = varying_alike((arguments, stored))
+        end = fold_tiles(step, self.plan, arguments, stored, update, self.window)
+        merge = getattr(step, "across", None)
+        if merge is None:
+            return end
+        merged = merge(model, end, self.axis)
+        # Branches and loops need one type: all carries vary, though they are equal.
+        return varying_alike((merged, lax.axis_index(self.axis)))[0]
 
     def average(self, model: QueryModel, y: Array, update: bool) -> tuple[Array, Any]:
         """Weighted average `(Q, v)`, with derivatives, and the threshold."""
@@ -151,16 +199,13 @@ class _OnDevice:
     ) -> Array:
         """The average `(Q, v)` under given weights `(Q, M)`, with derivatives."""
         tile = self._whole()
-        keys = model.similarity.keys(tile.memories)
-        return weigh(weights, tile.averaged(keys, update)).astype(y.dtype)
+        keys = tile.keys(model)
+        return tile.weigh(weights, keys, update).astype(y.dtype)
 
     def _whole(self) -> Tile:
         """All memories as one tile."""
-        memories, values = without_masked(self.stored)
-        memories, values = jax.tree.map(
-            lambda x: x.astype(self.plan.dtype), (memories, values)
-        )
-        return Tile(memories, values, self.stored.mask, jnp.zeros((), jnp.int32))
+        start = jnp.zeros((), jnp.int32)
+        return self.stored.tile(start, self.stored.length, None, self.plan.dtype)
 
     def take(self, index: Array) -> tuple[Array, Array | None]:
         """Memories and values at `index (Q, k)`."""
@@ -181,39 +226,42 @@ def without_masked(stored: ArraySource) -> tuple[Array, Array | None]:
     return jax.tree.map(cleared, (stored.memories, stored.values))
 
 
+def first_on(axis: str) -> Array:
+    """Whether this device is the first along a mesh axis of `jax.shard_map`."""
+    return lax.axis_index(axis) == 0
+
+
+class Window(NamedTuple):
+    """`count` consecutive memories from `offset` on; numbers, or traced scalars."""
+
+    count: Any
+    offset: Any = 0
+
+
 def fold_tiles(
-    step,
-    size: int,
-    dtype: Any,
-    arguments: Any,
-    stored: ArraySource,
-    update: bool,
-    count,
+    step, plan: Plan, arguments: Any, stored: Any, update: bool, window: Window
 ) -> Any:
-    """Calls `step` on the first `count` memories, a tile of `size` at a time."""
+    """Calls `step` on the memories of a window, a tile at a time."""
     model, y, extra, carry = arguments
-    size = min(size, stored.memories.shape[0])
+    count, offset = window
+    size = min(plan.tile, stored.length)
 
     def call(carry: Any, start: Array, inside: Array | None) -> Any:
-        def cut(x: Array) -> Array:
-            return lax.dynamic_slice_in_dim(x, start, size)
-
-        part = jax.tree.map(cut, stored)
-        (memories, values), mask = without_masked(part), part.mask
-        if inside is not None:
-            mask = inside if mask is None else mask & inside
-        memories, values = jax.tree.map(lambda x: x.astype(dtype), (memories, values))
-        tile = Tile(memories, values, mask, start)
+        tile = stored.tile(start, size, inside, plan.dtype)
         return step(model, y, extra, carry, tile, update)
 
     def last(carry: Any) -> Any:  # the last tile overlaps the tile before it
-        begin = jnp.asarray(full * size, jnp.int32)
-        start = jnp.minimum(begin, stored.memories.shape[0] - size)
+        begin = jnp.asarray(offset + full * size, jnp.int32)
+        start = jnp.minimum(begin, stored.length - size)
         place = start + jnp.arange(size, dtype=jnp.int32)
-        return call(carry, start, (place >= begin) & (place < count))
+        return call(carry, start, (place >= begin) & (place < offset + count))
 
     full = count // size
-    carry = lax.fori_loop(0, full, lambda i, carry: call(carry, i * size, None), carry)
+    if stored.own:
+        carry = step(model, y, extra, carry, stored.own_tile(plan.dtype), update)
+    carry = lax.fori_loop(
+        0, full, lambda i, carry: call(carry, offset + i * size, None), carry
+    )
     if isinstance(count, int):
         return last(carry) if count % size else carry
     return lax.cond(count % size > 0, last, lambda carry: carry, carry)
@@ -222,11 +270,11 @@ def fold_tiles(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(plan: Plan, update: bool, model: QueryModel, y: Array, stored):
     """`average` on the device, with the derivative of `_backward`."""
-    return average(_OnDevice(plan, stored), model, y, update)
+    return average(OnDevice(plan, stored), model, y, update)
 
 
 def _forward(plan, update, model, y, stored):
-    out, threshold = average(_OnDevice(plan, stored), model, y, update)
+    out, threshold = average(OnDevice(plan, stored), model, y, update)
     return (out, threshold), (model, y, stored, out, threshold)
 
 
@@ -238,28 +286,22 @@ def _backward(plan, update, residuals, cotangents):
     `b` the derivative in the threshold of the sum of the weights. The dependence adds
     `-a / b` (`share`) to the cotangent of every weight.
     """
-    residuals, g = _differentiated_once((residuals, cotangents[0]))
+    residuals, g = differentiated_once((residuals, cotangents[0]))
     model, y, stored, out, threshold = residuals
-    driver = _OnDevice(plan, stored)
-    if isinstance(model.separation.form, Root):
-        zero = jnp.zeros_like(threshold.shift)
-        a, b = driver.fold(_slopes, model, y, (threshold, g), (zero, zero), update)
-        share = -a / jnp.where(b == 0, 1.0, b)
-    else:
-        share = -(g * out).sum(-1)
-    bare = dataclasses.replace(model, observed=None)
-    smooth = bare, y, stored._replace(mask=None)
-    start = jax.tree.map(jnp.zeros_like, smooth)
-    extra = threshold, g, share
-    by_model, by_y, by_stored = driver.fold(_pull_back, model, y, extra, start, update)
-    return by_model, by_y, by_stored
+    driver = OnDevice(plan, stored)
+    zeros = jax.tree.map(jnp.zeros_like, (unobserved(model), y)), stored.zero_parts()
+    (by_model, by_y), parts = pull_back(
+        driver, model, y, (threshold, g, out), zeros, update
+    )
+    memories, values = parts
+    return by_model, by_y, ArraySource(memories, values, None)
 
 
 _differentiable.defvjp(_forward, _backward)
 
 
 @jax.custom_jvp
-def _differentiated_once(x: Any) -> Any:
+def differentiated_once(x: Any) -> Any:
     """`x` itself; a derivative of it raises an error.
 
     Without the error, a second derivative would take `x` for a constant.
@@ -267,20 +309,41 @@ def _differentiated_once(x: Any) -> Any:
     return x
 
 
-@_differentiated_once.defjvp
+@differentiated_once.defjvp
 def _refuse(primals, tangents):
     raise ValueError(
         "retrieve_streamed has first derivatives alone: use retrieve for second ones"
     )
 
 
+def unobserved(model: QueryModel) -> QueryModel:
+    """The model without the mask of components, in which there is no derivative."""
+    return dataclasses.replace(model, observed=None)
+
+
+def pull_back(driver, model, y, result, zeros, update):
+    """Adds the derivatives in the model, the states and the parts of all tiles.
+
+    `result` is the threshold, the cotangent of the average, and the average itself.
+    """
+    threshold, g, out = result
+    if isinstance(model.separation.form, Root):
+        zero = jnp.zeros_like(threshold.shift)
+        a, b = driver.fold(_slopes, model, y, (threshold, g), (zero, zero), update)
+        share = -a / jnp.where(b == 0, 1.0, b)
+    else:
+        share = -(g * out).sum(-1)
+    return driver.fold(_pull_back, model, y, (threshold, g, share), zeros, update)
+
+
 def _contribution(model, y, threshold, tile: Tile, update) -> tuple[Array, Array]:
     """A tile's part of the weighted sum `(Q, v)`, and of the sum of the weights."""
     keys, z = tile.overlaps(model, y)
     p = weights_of(model, z, threshold)
-    return weigh(p, tile.averaged(keys, update)).astype(y.dtype), p.sum(-1)
+    return tile.weigh(p, keys, update).astype(y.dtype), p.sum(-1)
 
 
+@across(total)
 def _slopes(model, y, extra, carry, tile: Tile, update):
     """Adds a tile's part of `a` and `b` of `_backward`."""
     threshold, g = extra
@@ -295,29 +358,16 @@ def _slopes(model, y, extra, carry, tile: Tile, update):
 
 
 def _pull_back(model, y, extra, carry, tile: Tile, update):
-    """Adds a tile's part of the gradients in the model, the states and the source."""
+    """Adds a tile's part of the derivatives in the model, the states and its parts."""
     threshold, g, share = extra
-    by_model, by_y, by_stored = carry
+    of_all, of_parts = carry
 
-    def contribution(smooth, y, memories, values):
-        primal = tile._replace(memories=memories, values=values)
+    def contribution(smooth, y, parts):
         full = dataclasses.replace(smooth, observed=model.observed)
-        return _contribution(full, y, threshold, primal, update)
+        same = dataclasses.replace(tile, parts=parts)
+        return _contribution(full, y, threshold, same, update)
 
-    smooth = dataclasses.replace(model, observed=None)
-    _, pull = jax.vjp(contribution, smooth, y, tile.memories, tile.values)
-    of_model, of_y, of_memories, of_values = pull((g, share))
-
-    def add(whole: Array, part: Array) -> Array:
-        size = part.shape[0]
-        before = lax.dynamic_slice_in_dim(whole, tile.start, size)
-        after = before + part.astype(whole.dtype)
-        return lax.dynamic_update_slice_in_dim(whole, after, tile.start, 0)
-
-    by_stored = ArraySource(
-        add(by_stored.memories, of_memories),
-        None if of_values is None else add(by_stored.values, of_values),
-        None,
-    )
-    by_model, by_y = jax.tree.map(jnp.add, (by_model, by_y), (of_model, of_y))
-    return by_model, by_y, by_stored
+    _, pull = jax.vjp(contribution, unobserved(model), y, tile.parts)
+    by_model, by_y, parts = pull((g, share))
+    of_all = jax.tree.map(jnp.add, of_all, (by_model, by_y))
+    return of_all, tile.added(of_parts, parts)

@@ -1,5 +1,6 @@
 """Streamed retrieval from blocks that the host reads: files, arrays, iterators."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ from uhop_jax._checks import (
     native,
 )
 from uhop_jax._files import mapped_array
-from uhop_jax.streaming._device import ArraySource, fold_tiles
+from uhop_jax.streaming._device import ArraySource, Window, fold_tiles
 from uhop_jax.streaming._passes import (
     average,
     check_numbers,
@@ -219,10 +220,12 @@ class HostSource(NamedTuple):
 
 
 class _OnHost:
-    """The driver of passes over blocks, with the methods of `_OnDevice`.
+    """The driver of passes over blocks, with the methods of `OnDevice`.
 
     One compiled program works on a block while the next block is transferred.
     """
+
+    once = 1
 
     def __init__(self, plan: Plan, source: HostSource):
         self.plan, self.source, self.count = plan, source, source.length
@@ -329,9 +332,9 @@ def _fold_block(step, plan, update, arguments, memories, values, start, count):
     """Calls `step` on the tiles of a block whose first memory is number `start`."""
 
     def shifted(model, y, extra, carry, tile: Tile, update):
-        tile = tile._replace(start=tile.start + start)
+        tile = dataclasses.replace(tile, start=tile.start + start)
         return step(model, y, extra, carry, tile, update)
 
     memories, values = jax.tree.map(lambda x: x.astype(plan.dtype), (memories, values))
     stored = ArraySource(memories, values, None)
-    return fold_tiles(shifted, plan.tile, plan.dtype, arguments, stored, update, count)
+    return fold_tiles(shifted, plan, arguments, stored, update, Window(count))

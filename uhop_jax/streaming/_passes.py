@@ -1,6 +1,6 @@
 """The algorithms of streamed retrieval, each written once for both drivers.
 
-A driver has loops, branches and passes (`_device._OnDevice`, `_host._OnHost`). A pass,
+A driver has loops, branches and passes (`_device.OnDevice`, `_host._OnHost`). A pass,
 `driver.fold(step, model, y, extra, carry, update)`, calls a step on every tile of
 memories:
 
@@ -21,7 +21,6 @@ from jax import lax
 from jaxtyping import Array
 
 from uhop_jax._checks import check_count, working_dtype
-from uhop_jax._products import weigh
 from uhop_jax.separation import Separation, Softmax
 from uhop_jax.separation._entmax import steep_weights_at, weights_at
 from uhop_jax.separation._root import Power, switch
@@ -36,7 +35,14 @@ from uhop_jax.separation.forms import (
 )
 from uhop_jax.similarity import Similarity
 from uhop_jax.streaming._supports import entmax_sums, exponent, relative, steep_relative
-from uhop_jax.streaming._tiles import Plan, QueryModel, Threshold, Tile
+from uhop_jax.streaming._tiles import (
+    PatternTile,
+    Plan,
+    QueryModel,
+    Threshold,
+    Tile,
+    across,
+)
 
 
 def run_queries(
@@ -89,7 +95,7 @@ def average(
         return out / _safe(total)[:, None], threshold
     null = isinstance(form, Exponential) and form.null
     top = zero if null or isinstance(form, Powers) else zero - jnp.inf
-    total = zero + 1 if null else zero
+    total = zero + driver.once if null else zero
     out, total, top = driver.fold(online, model, y, (), (out, total, top), update)
     return _finished(model.separation, out, total, top)
 
@@ -111,6 +117,18 @@ def _safe(total: Array) -> Array:
     return jnp.where(total == 0, 1.0, total)
 
 
+def _about_one_top(model: QueryModel, carry: Any, axis: str) -> Any:
+    out, total, top = carry
+    form, new = model.separation.form, lax.pmax(top, axis)
+    if isinstance(form, Powers):
+        scale = rectified_power(top, new, form.degree)
+    else:
+        safe = jnp.where(new == -jnp.inf, 0.0, new)
+        scale = jnp.exp(model.beta.astype(top.dtype) * (top - safe))
+    return lax.psum(out * scale[:, None], axis), lax.psum(total * scale, axis), new
+
+
+@across(_about_one_top)
 def online(
     model: QueryModel, y: Array, extra: Any, carry: Any, tile: Tile, update: bool
 ):
@@ -127,41 +145,40 @@ def online(
         degree = form.degree
         e = rectified_power(z, new[:, None], degree)
         scale = rectified_power(top, new, degree)
-        part = weigh(e, tile.averaged(keys, update)).astype(out.dtype)
+        part = tile.weigh(e, keys, update).astype(out.dtype)
         return out * scale[:, None] + part, total * scale + e.sum(-1), new
     keys, z = tile.overlaps(model, y)
-    averaged = tile.averaged(keys, update)
     unit = model.beta.astype(z.dtype) / math.log(2)
     e = jnp.exp2(unit[:, None] * (z - top[:, None]))
     mass = e.sum(-1)
 
     def about_top() -> Any:
-        return out + weigh(e, averaged).astype(out.dtype), total + mass, top
+        return out + tile.weigh(e, keys, update).astype(out.dtype), total + mass, top
 
     def about_larger() -> Any:
         new = jnp.maximum(top, z.max(-1))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
         e = jnp.exp2(unit[:, None] * (z - safe[:, None]))
         scale = jnp.exp2(unit * (top - safe))
-        part = weigh(e, averaged).astype(out.dtype)
+        part = tile.weigh(e, keys, update).astype(out.dtype)
         return out * scale[:, None] + part, total * scale + e.sum(-1), new
 
     # Few tiles have much larger overlaps than earlier tiles. The other tiles need no
     # second pass over the overlaps. A mass below the bound leaves products with values
     # finite.
-    largest = float(jnp.finfo(averaged.dtype).max) ** 0.25
+    largest = float(jnp.finfo(tile.dtype).max) ** 0.25
     return lax.cond(jnp.all(mass < largest), about_top, about_larger)
 
 
 def _average_of_all(driver: Any, model: QueryModel, y: Array, update: bool):
     """`Whole`: the average, and all weights `(Q, M)` in place of a threshold."""
     z = driver.overlaps(model, y)
-    weights = _weights_of_rows(model.separation, z, model.beta)
+    weights = weights_of_rows(model.separation, z, model.beta)
     return driver.weighted(weights, model, y, update), weights
 
 
 @jax.jit
-def _weights_of_rows(separation: Separation, z: Array, beta: Array) -> Array:
+def weights_of_rows(separation: Separation, z: Array, beta: Array) -> Array:
     """Weights `(Q, M)`, with parameters for each query."""
 
     def row(separation: Separation, z: Array, beta: Array) -> Array:
@@ -185,7 +202,7 @@ def weigh_given(model, y, extra, carry, tile: Tile, update):
     keys, z = tile.overlaps(model, y)
     p = lax.dynamic_slice_in_dim(extra, tile.start, z.shape[-1], axis=1)
     p = jnp.where(z > -jnp.inf, p, 0.0)
-    return carry + weigh(p, tile.averaged(keys, update)).astype(carry.dtype)
+    return carry + tile.weigh(p, keys, update).astype(carry.dtype)
 
 
 def _average_of_largest(driver: Any, model: QueryModel, y: Array, update: bool):
@@ -204,12 +221,13 @@ def _softmax_of(model: QueryModel, y: Array, fetched: Any, valid: Array, update:
         memories = jnp.where(valid[:, None], memories, 0.0)
         if values is not None:
             values = jnp.where(valid[:, None], values, 0.0)
-        tile = Tile(memories, values, valid, jnp.zeros((), jnp.int32))
+        parts, start = (memories, values), jnp.zeros((), jnp.int32)
+        tile = PatternTile(parts, valid, start, memories.dtype)
         one = model.with_rows(jax.tree.map(lambda x: x[None], per_query))
         keys, z = tile.overlaps(one, y[None])
         reference = largest_valid(z, valid[None])
         z = scaled_about(z, reference, one.beta.astype(z.dtype), valid[None])[0]
-        out = weigh(Softmax()(z), tile.averaged(keys, update))
+        out = tile.weigh(Softmax()(z), keys, update)
         threshold = Threshold(reference[0], Softmax().conjugate(z))
         return out.astype(y.dtype), threshold
 

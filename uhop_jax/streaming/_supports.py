@@ -8,14 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from uhop_jax._products import weigh
 from uhop_jax.separation import Separation, _root, _steep
 from uhop_jax.separation._root import Power, exp_and_slope, run_time_power, switch
 from uhop_jax.separation.entmax import valid_alpha
 from uhop_jax.separation.forms import (
     Root,
 )
-from uhop_jax.streaming._tiles import QueryModel, Threshold, Tile
+from uhop_jax.streaming._tiles import QueryModel, Threshold, Tile, across, total
 
 GROUPS = 512  # groups of memories, whose two largest overlaps bound a threshold
 
@@ -59,17 +58,17 @@ def entmax_sums(
     # separate pass to check it: the pass for the weighted sum does.
     ahead = jnp.sqrt(2 * limit)
     root = driver.when(~likely, lambda: climb(lower, ahead=ahead), lower)
-    out, total = weigh_at(root)
-    done = steep[:, None] | (total - 1 <= limit)[:, None]
+    out, mass = weigh_at(root)
+    done = steep[:, None] | (mass - 1 <= limit)[:, None]
 
     def again() -> tuple[Array, Array, Array]:
         finer = climb(root, ~done)
-        finer_out, finer_total = weigh_at(finer, ~done[:, 0])
+        finer_out, finer_mass = weigh_at(finer, ~done[:, 0])
         merged = jnp.where(done, out, finer_out)
-        return merged, jnp.where(done[:, 0], total, finer_total), finer
+        return merged, jnp.where(done[:, 0], mass, finer_mass), finer
 
-    out, total, root = driver.when(jnp.any(~done), again, (out, total, root))
-    return out, total, threshold(root)
+    out, mass, root = driver.when(jnp.any(~done), again, (out, mass, root))
+    return out, mass, threshold(root)
 
 
 def _smallest_weight(
@@ -161,6 +160,12 @@ def exponent(separation: Separation, like: Array) -> tuple[Array, Any]:
     return e, run_time_power(e) if form.power is None else form.power
 
 
+def _gathered(model: QueryModel, carry: Any, axis: str) -> Any:
+    del model
+    return lax.all_gather(carry, axis, axis=1, tiled=True)
+
+
+@across(_gathered)
 def _two_largest(model, y, extra, carry, tile: Tile, update):
     """A step: the two largest overlaps of every group.
 
@@ -178,6 +183,7 @@ def _two_largest(model, y, extra, carry, tile: Tile, update):
     return largest, second
 
 
+@across(total)
 def _sums(model, y, extra, carry, tile: Tile, update):
     """A step: sums of the weights and of their slopes at a threshold."""
     del update
@@ -186,6 +192,7 @@ def _sums(model, y, extra, carry, tile: Tile, update):
     return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
 
 
+@across(total)
 def _steep_mass(model, y, extra, carry, tile: Tile, update):
     """A step: sum of the weights if the overlap `extra` had weight zero."""
     del update
@@ -194,6 +201,12 @@ def _steep_mass(model, y, extra, carry, tile: Tile, update):
     return carry + _steep.steep_mass(steep_relative(model, z, extra), e).sum(-1)
 
 
+def _least_and_count(model: QueryModel, carry: Any, axis: str) -> Any:
+    del model
+    return lax.pmin(carry[0], axis), lax.psum(carry[1], axis)
+
+
+@across(_least_and_count)
 def _least_of_support(model, y, extra, carry, tile: Tile, update):
     """A step: the least overlap of a support, and the size of the support."""
     del update
@@ -203,6 +216,7 @@ def _least_of_support(model, y, extra, carry, tile: Tile, update):
     return least, carry[1] + inside.sum(-1, dtype=z.dtype)
 
 
+@across(total)
 def _steep_sums(model, y, extra, carry, tile: Tile, update):
     """A step: sums of the weights and of their slopes in the smallest weight."""
     del update
@@ -214,15 +228,15 @@ def _steep_sums(model, y, extra, carry, tile: Tile, update):
     return carry[0] + p.sum(-1), carry[1] + slope.sum(-1)
 
 
+@across(total)
 def weigh_tile(model, y, extra, carry, tile: Tile, update):
     """A step: sums of the averaged patterns and of the weights at a threshold."""
     keys, z = tile.overlaps(model, y)
-    averaged = tile.averaged(keys, update)
     p, _ = _weights_and_slopes(model, z, extra)
     mass = p.sum(-1)
     out = lax.cond(  # a tile without support costs no product
         jnp.any(mass != 0),
-        lambda: carry[0] + weigh(p, averaged).astype(carry[0].dtype),
+        lambda: carry[0] + tile.weigh(p, keys, update).astype(carry[0].dtype),
         lambda: carry[0],
     )
     return out, carry[1] + mass

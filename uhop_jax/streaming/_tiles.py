@@ -1,14 +1,20 @@
 """What a pass works on: tiles of memories, the model and thresholds of queries."""
 
+import abc
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
+from uhop_jax._products import weigh
 from uhop_jax.model import Model
 from uhop_jax.separation import Separation
+
+T = TypeVar("T")
 
 
 class Plan(NamedTuple):
@@ -72,25 +78,84 @@ class Threshold(NamedTuple):
     shift: Array
 
 
-class Tile(NamedTuple):
-    """Consecutive memories `(T, d)`, the first with index `start`.
+@dataclasses.dataclass(frozen=True)
+class Tile(abc.ABC):
+    """Consecutive memories, the first with index `start`.
 
-    Values `(T, v)` and the mask `(T,)` may be None.
+    Attributes:
+      parts: arrays of the tile, in which a pass may take derivatives.
+      mask: true for valid memories, `(T,)` or `(Q, T)`; or None.
+      start: index of the first memory.
+      dtype: of keys and of what is read out.
     """
 
-    memories: Array
-    values: Array | None
+    parts: Any
     mask: Array | None
     start: Array
+    dtype: Any
 
-    def overlaps(self, model: QueryModel, y: Array) -> tuple[Array, Array]:
+    def overlaps(self, model: QueryModel, y: Array) -> tuple[Any, Array]:
         """Keys, and overlaps `(Q, T)`, `-inf` where masked."""
-        keys = model.similarity.keys(self.memories)
-        z = model.overlaps(keys, y, model.observed)
-        return keys, z if self.mask is None else jnp.where(self.mask[None], z, -jnp.inf)
+        keys = self.keys(model)
+        z = self.compare(model, keys, y)
+        if self.mask is None:
+            return keys, z
+        return keys, jnp.where(jnp.broadcast_to(self.mask, z.shape), z, -jnp.inf)
 
-    def averaged(self, keys: Array, update: bool) -> Array:
-        """The patterns to average: keys in an update, else values or memories."""
-        if update:
-            return keys
-        return self.memories if self.values is None else self.values
+    @abc.abstractmethod
+    def keys(self, model: Any) -> Any:
+        """What `compare` and `weigh` need of each memory."""
+
+    @abc.abstractmethod
+    def compare(self, model: QueryModel, keys: Any, y: Array) -> Array:
+        """Overlaps `(Q, T)` with all memories."""
+
+    @abc.abstractmethod
+    def weigh(self, weights: Array, keys: Any, update: bool) -> Array:
+        """The weighted sum `(Q, v)` of keys in an update, else of the read-out."""
+
+    @abc.abstractmethod
+    def added(self, whole: Any, parts: Any) -> Any:
+        """The arrays from which tiles are cut, with `parts` added at this tile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PatternTile(Tile):
+    """Memories `(T, d)`, and values `(T, v)` or None: the parts."""
+
+    def keys(self, model: Any) -> Array:
+        return model.similarity.keys(self.parts[0])
+
+    def compare(self, model: QueryModel, keys: Array, y: Array) -> Array:
+        return model.overlaps(keys, y, model.observed)
+
+    def weigh(self, weights: Array, keys: Array, update: bool) -> Array:
+        memories, values = self.parts
+        read = memories if values is None else values
+        return weigh(weights, keys if update else read)
+
+    def added(self, whole: Any, parts: Any) -> Any:
+        return jax.tree.map(lambda x, y: add_rows(x, y, self.start), whole, parts)
+
+
+def add_rows(whole: Array, rows: Array, start: Array) -> Array:
+    """`whole` with `rows` added from row `start` on."""
+    before = lax.dynamic_slice_in_dim(whole, start, rows.shape[0])
+    after = before + rows.astype(whole.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, after, start, 0)
+
+
+def across(merge: Callable[[Any, Any, str], Any]) -> Callable[[T], T]:
+    """A step whose carries `merge(model, carry, axis)` merges over a mesh axis."""
+
+    def mark(step: T) -> T:
+        step.across = merge  # type: ignore[attr-defined]
+        return step
+
+    return mark
+
+
+def total(model: QueryModel, carry: Any, axis: str) -> Any:
+    """The sum over a mesh axis of carries that began with zero."""
+    del model
+    return lax.psum(carry, axis)

@@ -1,0 +1,254 @@
+"""Tiles of heads: keys and values that maps make from the rows of a block."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from uhop_jax._checks import working_dtype
+from uhop_jax._fast import kept_at
+from uhop_jax._pytree import pytree
+from uhop_jax.layers.masks import mask_rows
+from uhop_jax.streaming._tiles import QueryModel, Tile, add_rows
+
+STATIC = {"static": True}  # metadata of a field that is no leaf
+
+
+@pytree
+class Maps:
+    """What makes keys and values from the rows of a block.
+
+    Attributes:
+      call: static; maps `numbers`, `others`, the rows of a block and their indices
+        `(T,)` to keys `(T, heads, d)` and values `(T, heads, v)`.
+      numbers: arrays of floats, in which there are derivatives.
+      others: other arrays.
+    """
+
+    call: Callable[..., Any] = dataclasses.field(metadata=STATIC)
+    numbers: Any = ()
+    others: Any = ()
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: Any) -> "Maps":
+        """The maps `function(arguments, rows, index)`, of a function that hashes."""
+        leaves, structure = jax.tree.flatten(arguments)
+        floating = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
+        numbers, others = (
+            [x for x, number in zip(leaves, floating, strict=True) if number is wanted]
+            for wanted in (True, False)
+        )
+        return cls(_Call(function, structure, floating), numbers, others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """`function` of arguments whose floats come apart from all other arrays."""
+
+    function: Callable[..., Any]
+    structure: Any
+    floating: tuple[bool, ...]
+
+    def __call__(self, numbers: Any, others: Any, rows: Any, index: Array) -> Any:
+        parts = iter(others), iter(numbers)
+        leaves = [next(parts[number]) for number in self.floating]
+        arguments = jax.tree.unflatten(self.structure, leaves)
+        return self.function(arguments, rows, index)
+
+
+def as_they_are(numbers: Any, others: Any, rows: Any, index: Array) -> Any:
+    """Keys and values that the rows are already: a `call` of `Maps`."""
+    del numbers, others, index
+    return rows
+
+
+@pytree
+class Dropout:
+    """Dropout of weights, by a hash of their positions.
+
+    Attributes:
+      rate: share that is dropped.
+      key: key of `jax.random`.
+      base: `(2, Q)`, uint32; for each query the position of a memory of index zero,
+        and what it would be for the memories that belong to every bag.
+    """
+
+    rate: float = dataclasses.field(metadata=STATIC)
+    key: Array
+    base: Array
+
+
+@pytree
+class Rows:
+    """Memories of all bags, one bag behind another, from which tiles are cut.
+
+    Attributes:
+      length: number of memories of all bags.
+      maps: makes keys and values.
+      rows: a pytree of arrays `(length, ...)`; empty if maps need the index alone.
+      mask: `(length,)`, or `(length, 1 or heads, L)`, true where a query may see a
+        memory; or None.
+      own_memories: keys `(n, heads, d)` and values of memories that belong to every
+        bag; or None.
+      own_seen: whether these memories count, a scalar; None is always.
+      dropout: of the weights; or None.
+    """
+
+    length: int = dataclasses.field(metadata=STATIC)
+    maps: Maps
+    rows: Any
+    mask: Bool[Array, "..."] | None = None
+    own_memories: tuple[Array, Array] | None = None
+    own_seen: Bool[Array, ""] | None = None
+    dropout: Dropout | None = None
+
+    @property
+    def own(self) -> int:
+        """Number of memories that belong to every bag."""
+        return 0 if self.own_memories is None else self.own_memories[0].shape[0]
+
+    def width(self, y: Array, update: bool) -> int:
+        """Dimension of the averaged patterns."""
+        return y.shape[-1] if update else self.sizes()[1]
+
+    def sizes(self) -> tuple[int, int]:
+        """Dimensions of keys and values."""
+
+        def one(rows: Rows) -> Any:
+            return rows.tile(jnp.zeros((), jnp.int32), 1, None, None).keys(None)
+
+        return tuple(x.shape[-1] for x in jax.eval_shape(one, self))
+
+    def tile(self, start: Array, size: int, inside: Array | None, dtype: Any) -> Tile:
+        """`size` memories from `start` on, of which those `inside` are valid."""
+        rows, mask = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, size), (self.rows, self.mask)
+        )
+        if inside is not None and mask is not None:
+            mask = mask & inside.reshape(-1, *(1,) * (mask.ndim - 1))
+        mask = inside if mask is None else mask
+        index = start + jnp.arange(size, dtype=jnp.int32)
+        parts = self.maps.numbers, rows
+        call, others = self.maps.call, self.maps.others
+        return HeadTile(parts, mask, start, dtype, call, others, index, self.dropout)
+
+    def own_tile(self, dtype: Any) -> Tile:
+        """The memories that belong to every bag."""
+        start = jnp.asarray(self.length, jnp.int32)
+        index = start + jnp.arange(self.own, dtype=jnp.int32)
+        parts, mask = ((), self.own_memories), None
+        if self.own_seen is not None:
+            mask = jnp.broadcast_to(self.own_seen, (self.own,))
+        return HeadTile(
+            parts, mask, start, dtype, as_they_are, (), index, self.dropout, own=True
+        )
+
+    def zero_parts(self) -> Any:
+        """Zeros for derivatives in the numbers of the maps, the rows and `own`."""
+        tree = self.maps.numbers, self.rows, self.own_memories
+        return jax.tree.map(jnp.zeros_like, tree)
+
+
+def stored_rows(
+    keys: Float[Array, "*batch S heads d"],
+    values: Float[Array, "*batch S heads v"],
+    where: Bool[Array, "*batch h L S"] | None,
+) -> Rows:
+    """Rows of keys and values that are there already."""
+    rows = tuple(x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
+    return Rows(rows[0].shape[0], Maps(as_they_are), rows, mask_rows(where))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTile(Tile):
+    """Memories of all heads; the parts are the numbers of the maps and the rows.
+
+    States `(Q, d)` are the states of each head, one head behind another.
+    """
+
+    call: Callable[..., Any]
+    others: Any
+    index: Array
+    dropout: Dropout | None
+    own: bool = False
+
+    def keys(self, model: Any) -> Any:
+        """Keys `(T, heads, d)` and values `(T, heads, v)`."""
+        numbers, rows = self.parts
+        if self.mask is not None:  # a memory that no query may see may be NaN
+            seen = self.mask.any(tuple(range(1, self.mask.ndim)))
+            rows = jax.tree.map(lambda x: _zero_unless(seen, x), rows)
+        both = self.call(numbers, self.others, rows, self.index)
+        return both if self.dtype is None else tuple(x.astype(self.dtype) for x in both)
+
+    def overlaps(self, model: QueryModel, y: Array) -> tuple[Any, Array]:
+        both = self.keys(model)
+        if self.mask is not None and self.mask.ndim > 1:
+            # A weight of zero times NaN is not zero. Queries that see a memory that is
+            # not finite get NaN by its overlap; other queries never meet it.
+            finite = functools.reduce(
+                jnp.logical_and, [jnp.isfinite(x).all((1, 2)) for x in both]
+            )
+            both = tuple(_zero_unless(finite, x) for x in both)
+        z = self.compare(model, both, y)
+        if self.mask is None:
+            return both, z.reshape(-1, z.shape[-1])
+        if self.mask.ndim > 1:
+            z = jnp.where(jnp.broadcast_to(finite, z.shape), z, jnp.nan)
+        mask = jnp.broadcast_to(jnp.moveaxis(self.mask, 0, -1), z.shape)
+        z = jnp.where(mask, z, -jnp.inf)
+        return both, z.reshape(-1, z.shape[-1])
+
+    def compare(self, model: QueryModel, keys: Any, y: Array) -> Array:
+        """Overlaps `(heads, L, T)`."""
+        states = y.reshape(keys[0].shape[1], -1, y.shape[-1])
+        return _product("hld,thd->hlt", states, keys[0])
+
+    def weigh(self, weights: Array, keys: Any, update: bool) -> Array:
+        read = keys[0] if update else keys[1]
+        if self.dropout is not None and not update:
+            weights = self._kept(weights, self.dropout)
+        weights = weights.reshape(read.shape[1], -1, weights.shape[-1])
+        out = _product("hlt,thv->hlv", weights, read)
+        return out.reshape(-1, out.shape[-1])
+
+    def _kept(self, weights: Array, drop: Dropout) -> Array:
+        """The weights `(Q, T)` after dropout."""
+        position = (
+            drop.base[int(self.own)][:, None] + self.index.astype(jnp.uint32)[None]
+        )
+        keep = kept_at(drop.key, position, drop.rate)
+        scale = jnp.asarray(1 / (1 - drop.rate), weights.dtype)
+        return jnp.where(keep, weights * scale, jnp.zeros((), weights.dtype))
+
+    def added(self, whole: Any, parts: Any) -> Any:
+        numbers, rows, own = whole
+        if self.own:
+            return numbers, rows, jax.tree.map(jnp.add, own, parts[1])
+        numbers = jax.tree.map(jnp.add, numbers, parts[0])
+        rows = jax.tree.map(
+            lambda x, part: add_rows(x, part, self.start), rows, parts[1]
+        )
+        return numbers, rows, own
+
+
+def _product(equation: str, a: Array, b: Array) -> Array:
+    """The product, summed in at least float32, of operands in the dtype of `b`."""
+    return jnp.einsum(
+        equation,
+        a.astype(b.dtype),
+        b,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=working_dtype(b),
+    )
+
+
+def _zero_unless(valid: Array, x: Array) -> Array:
+    """`x (T, ...)`, zero in the rows that are not valid."""
+    valid = valid.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(valid, x, jnp.zeros((), x.dtype))
