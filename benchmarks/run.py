@@ -11,6 +11,7 @@ import core
 import fast
 import large
 import layers
+import peers_bags
 import stanhop
 import training
 from timing import main
@@ -23,6 +24,7 @@ BENCHMARKS = [
     core.calibration,
     fast.fast,
     layers.layers,
+    peers_bags.pooling,
     bag.bag,
     bag.ragged,
     training.steps,

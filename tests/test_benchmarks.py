@@ -10,6 +10,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import bag
 import core
 import layers
+import peers_bags
 import timing
 
 SMALL = {
@@ -17,6 +18,7 @@ SMALL = {
     "stage one": (core.stage_one, {"sizes": ((4, 6),), "steps": 2}),
     "retrieval": (core.retrieval, {"counts": (20,)}),
     "layers": (layers.layers, {"sizes": ((2, 3, 2, 4),)}),
+    "pooling": (peers_bags.pooling, {"sizes": ((2, 3, 4),)}),
     "bag": (bag.bag, {"number": 30, "width": 8}),
 }
 
@@ -33,7 +35,7 @@ def test_every_comparison_measures_its_members(benchmark, sizes, monkeypatch, ca
     monkeypatch.setattr(timing, "peer", lambda name: None)
     monkeypatch.setattr(timing, "PAUSE", 0.0)
     monkeypatch.setattr(timing, "BUSY", 1e-9)  # one call
-    for module in (core, layers):
+    for module in (core, layers, peers_bags):
         monkeypatch.setattr(module, "peer", timing.peer)
     rows = benchmark(1, **sizes)
     printed = capsys.readouterr().out

@@ -137,6 +137,54 @@ def test_values_of_few_states_are_means_of_values(separation, dropout):
         assert_close(one, other, scale=10)
 
 
+@pytest.mark.parametrize(
+    "separation, dropout",
+    [("softmax", 0.5), ("entmax", 0.0), ("topk", 0.0), ("softmax1", 0.5)],
+)
+def test_heads_of_few_states_read_memories_themselves(separation, dropout):
+    """A call with few states has the output of keys and values, without either."""
+    bias = {"bias_init": None} if separation == "softmax1" else {}
+    hopfield = layer(
+        size=32,
+        separation=separation,
+        dropout=dropout,
+        beta=(0.5, 2.0),
+        num_heads=2,
+        value_size=D,
+        value_head_size=6,
+        kernel=True,
+        **bias,
+    )
+    if not bias:
+        for name in ("key", "value"):
+            one = getattr(hopfield.projections, name)
+            one.bias[...] = patterns(*one.bias.shape, seed=9)
+    state, memories = patterns(2, 32), patterns(B, S, 32, seed=1)
+    mask = jnp.asarray(np.arange(S) < np.asarray([[S], [3], [0]]))
+    values, key = patterns(B, S, D, seed=2), jax.random.key(5)
+
+    def read(model, state, memories, values):
+        return model(state, memories, values, mask=mask, key=key)
+
+    def projected(model, state, memories, values):
+        return model.associate(state, memories, values, mask=mask, key=key).output
+
+    program = str(jax.make_jaxpr(read)(hopfield, state, memories, values))
+    assert f"f32[{B},{S},2,16]" not in program  # the keys
+    arrays = state, memories, values
+    assert_close(read(hopfield, *arrays), projected(hopfield, *arrays))
+
+    def slopes(function):
+        def loss(model, *arrays):
+            return jnp.sin(function(model, *arrays)).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(hopfield, *arrays)
+
+    both = [jax.tree.leaves(slopes(function)) for function in (read, projected)]
+    for one, other in zip(*both, strict=True):
+        assert_close(one, other, scale=10)
+
+
 def test_start_values_equal_the_start_values_of_attention():
     starts = {
         "kernel_init": nnx.initializers.normal(),

@@ -227,6 +227,27 @@ class Association(nnx.Module):
         drop = lambda weights: self.dropped(weights, key)  # noqa: E731
         return self._recalled(query, keys, values, where, drop, size, energies)
 
+    def associate_shared(
+        self,
+        query: Float[Array, "*batch L heads d"],
+        keys: Float[Array, "*sets S d"],
+        values: Float[Array, "*sets S v"],
+        *,
+        where: Bool[Array, "..."] | None = None,
+        key: Array | None = None,
+        size: int | None = None,
+    ) -> Recall:
+        """As `associate` without energies, with keys and values that all heads share.
+
+        Raises:
+          ValueError: as `associate`.
+        """
+        if key is not None:
+            check_key(key)
+        drop = lambda weights: self.dropped(weights, key)  # noqa: E731
+        options = where, drop, size, False
+        return self._recalled(query, keys, values, *options, shared=True)
+
     def associate_blocks(
         self,
         query: Float[Array, "*batch L heads d"],
@@ -397,26 +418,40 @@ class Association(nnx.Module):
         drop: Callable[[Array], Array],
         size: int | None,
         energies: bool,
+        *,
+        shared: bool = False,
     ) -> Recall:
-        """The recall of `associate`, with weights after `drop` in the output."""
+        """The recall of `associate`, with weights after `drop` in the output.
+
+        With `shared`, keys and values have no axis of heads; all heads share them, and
+        there are no own memories.
+        """
         self.check_heads(query.shape[-2])
         beta = self.current_beta(query.shape[-1] if size is None else size)
-        of_keys, of_values = self._bias_patterns()
-        keys = self._extended(keys, of_keys)
-        values = self._extended(values, of_values)
-        if where is not None:
-            where = extended_mask(where, self.own_memories)
-        recall = self._over_heads(query, keys, values, beta, where, energies)
+        if not shared:
+            of_keys, of_values = self._bias_patterns()
+            keys = self._extended(keys, of_keys)
+            values = self._extended(values, of_values)
+            if where is not None:
+                where = extended_mask(where, self.own_memories)
+        arrays = query, keys, values, beta, where
+        recall = self._over_heads(*arrays, energies, None if shared else -2)
         weights = drop(recall.weights)
         if weights is recall.weights:
             return recall
         if where is not None:  # a weight of zero times NaN is not zero
             values = zero_unless(jnp.isfinite(values).all(-1), values)
-        output = jnp.einsum("...hls,...shv->...lhv", weights, values)
+        rows = "...sv" if shared else "...shv"
+        output = jnp.einsum(f"...hls,{rows}->...lhv", weights, values)
         return recall._replace(output=output)
 
-    def _over_heads(self, query, keys, values, beta, where, energies) -> Recall:
-        """Retrieval of each head; arrays have an axis of heads before and after."""
+    def _over_heads(
+        self, query, keys, values, beta, where, energies, stored_axis
+    ) -> Recall:
+        """Retrieval of each head; arrays have an axis of heads before and after.
+
+        The axis of keys and values is `stored_axis`, or None if heads share them.
+        """
         numbers, structure = jax.tree.flatten(self.current_separation())
 
         def one_head(query, keys, values, beta, numbers, where) -> Recall:
@@ -442,7 +477,7 @@ class Association(nnx.Module):
             where = where.squeeze(-3)
         arguments = (query, keys, values, beta, numbers, where)
         axes = (
-            *(-2, -2, -2),
+            *(-2, stored_axis, stored_axis),
             _head_axis(beta),
             [_head_axis(x) for x in numbers],
             -3 if masked else None,

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from uhop_jax._checks import check_count, check_sizes, surely_less
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.base import Kernel, Layer, feature_size
-from uhop_jax.layers.inputs import Sizes
+from uhop_jax.layers.inputs import Inputs, Sizes
 from uhop_jax.layers.projections import Initializer, Projections
 
 
@@ -120,6 +120,19 @@ class Hopfield(Layer):
 
     def _recalled(self, state, mapped, memories, read, inputs, key, energies):
         maps, association = self.projections, self.association
+        if not energies and self._reads_memories(mapped, inputs):
+            query = maps.pulled_back(maps.query(state))
+            recall = association.associate_shared(
+                jnp.broadcast_to(query, (*inputs.batch, *query.shape[-3:])),
+                mapped,
+                read,
+                where=inputs.where,
+                key=key,
+                size=maps.query.kernel.shape[-1],
+            )
+            weights = association.dropped(recall.weights, key)  # compiled to one draw
+            heads = maps.value_of_mean(recall.output, weights, shared=True)
+            return recall._replace(output=maps.output(heads))
         keys = maps.key(mapped)
         late = False  # whether the value projection follows the weighted sum
         if self.sizes.value is None:
@@ -142,6 +155,27 @@ class Hopfield(Layer):
             weights = association.dropped(recall.weights, key)  # compiled to one draw
             heads = maps.value_of_mean(heads, weights)
         return recall._replace(output=maps.output(heads))
+
+    def _reads_memories(self, mapped: Array, inputs: Inputs) -> bool:
+        """Whether heads read memories themselves, which costs less if states are few.
+
+        A memory then costs its inner products with the states of each head, and no
+        projections.
+        """
+        maps, association = self.projections, self.association
+        if self.sizes.value is None or maps.norm_query is not None:
+            return False
+        if association.steps > 1 or association.until_converged:
+            return False
+        separation = association.current_separation()
+        if association.own_memories or not (
+            separation.shift_invariant or maps.key.bias is None
+        ):
+            return False
+        sets = 1 if mapped.ndim > 2 else math.prod(inputs.batch)
+        states = sets * inputs.state.shape[-2]
+        sizes = maps.query.kernel.shape[-1], maps.value.kernel.shape[-1]
+        return mapped.dtype.itemsize > 2 and surely_less(2 * states - 1, min(sizes))
 
     def _projected(self, keys: Array, memories: Array) -> Array:
         """The keys of the memories without a kernel, which `W_V` maps."""

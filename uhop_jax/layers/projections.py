@@ -69,19 +69,41 @@ class Projections(nnx.Module):
         """Keys after the LayerNorm of each head, if there is one."""
         return keys if self.norm_key is None else self.norm_key(keys)
 
+    def pulled_back(
+        self, query: Float[Array, "*states L heads d"]
+    ) -> Float[Array, "*states L heads size"]:
+        """`W_K^T q`: inner products with memories are those of queries with keys.
+
+        They lack the bias of the keys, which adds one number to all overlaps of a
+        query.
+        """
+        query, kernel = nnx.nn.dtypes.promote_dtype(
+            (query, self.key.kernel[...]), dtype=self.key.dtype
+        )
+        return jnp.einsum("...lhd,mhd->...lhm", query, kernel)
+
     def value_of_mean(
         self,
         mean: Float[Array, "*batch L heads d"],
         weights: Float[Array, "*batch heads L S"],
+        *,
+        shared: bool = False,
     ) -> Float[Array, "*batch L heads v"]:
         """The weighted sum of values, from the weighted sum of what they project.
 
-        The two differ in the bias alone, which the sum of the weights scales.
+        The two differ in the bias alone, which the sum of the weights scales. With
+        `shared`, the heads have means of what all of them share.
         """
-        output = self.value(mean)
+        if shared:
+            mean, kernel = nnx.nn.dtypes.promote_dtype(
+                (mean, self.value.kernel[...]), dtype=self.value.dtype
+            )
+            output = jnp.einsum("...lhm,mhv->...lhv", mean, kernel)
+        else:
+            output = self.value(mean)  # with the bias once
         if self.value.bias is None:
             return output
-        excess = (weights.sum(-1) - 1).astype(output.dtype)
+        excess = (weights.sum(-1) - (0 if shared else 1)).astype(output.dtype)
         bias = self.value.bias[...].astype(output.dtype)
         return output + jnp.einsum("...hl,hv->...lhv", excess, bias)
 
