@@ -197,7 +197,7 @@ def study(
 ) -> list[dict[str, Any]]:
     """A record for each seed and fold of a data set."""
     size, rows = bags.features.shape[-1], []
-    run = trainer()
+    run, start = trainer(), Classifier(size, nnx.Rngs(0))  # one start: one program
     for seed in range(seeds):
         folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
         seconds = np.zeros(2)
@@ -210,7 +210,7 @@ def study(
             ) -> Any:
                 """Losses and logits of both libraries, and their seconds."""
                 model = peer_classifier(torch, size, seed, apart=apart)
-                classifier = with_weights(Classifier(size, nnx.Rngs(0)), model)
+                classifier = with_weights(start, model)
                 graphdef, parameters = nnx.split(classifier)
                 state = nnx.to_pure_dict(parameters)
                 times = [time.perf_counter()]
