@@ -327,7 +327,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/peers_bags"))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
     torch = peer("torch")
     if torch is None or peer("hflayers") is None:

@@ -29,7 +29,8 @@ def peer(name: str) -> Any:
     except ImportError:
         return None
     if name == "torch":
-        module.set_num_threads(os.cpu_count() or 1)
+        threads = os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1
+        module.set_num_threads(int(threads))
     return module
 
 
