@@ -342,17 +342,17 @@ def main() -> None:
         rows = [row | about for row in pooling(options.rounds)]
         pd.DataFrame(rows).to_csv(options.out / "peers_bags_steps.csv", index=False)
     path = options.out / "peers_bags.csv"
-    table = pd.read_csv(path) if path.exists() else pd.DataFrame({"data": []})
+    tables = [pd.read_csv(path)] if path.exists() else []
     for file in options.data:
         name = file.name.split(".")[0]
-        if name not in set(table.data):
+        if not any(name in set(table.data) for table in tables):
             rows = study(torch, name, read(file), options.seeds, options.epochs)
-            table = pd.concat([table, pd.DataFrame(rows)], ignore_index=True)
+            tables.append(pd.DataFrame(rows))
             partial = path.with_suffix(".partial")
-            table.to_csv(partial, index=False)
+            pd.concat(tables).to_csv(partial, index=False)
             os.replace(partial, path)
-    if len(table):
-        print(f"\n{summary(table)}")
+    if tables:
+        print(f"\n{summary(pd.read_csv(path))}")
 
 
 if __name__ == "__main__":
