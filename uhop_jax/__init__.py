@@ -9,6 +9,7 @@ from uhop_jax._pytree import Pytree
 from uhop_jax.blind import BlindCalibration, calibrate_blind
 from uhop_jax.calibration import Calibration, calibrate
 from uhop_jax.closed_form import fit_closed_form
+from uhop_jax.contrastive import ContrastiveLoss
 from uhop_jax.corruption import Mask, Noise, NormNoise
 from uhop_jax.kernels import (
     Centering,
@@ -79,6 +80,7 @@ __all__ = [
     "Calibration",
     "Centering",
     "Convergence",
+    "ContrastiveLoss",
     "Cosine",
     "DeepLoss",
     "Dot",

@@ -10,7 +10,8 @@ from jaxtyping import Array
 
 from uhop_jax._checks import check_count, check_sizes
 from uhop_jax.layers.association import Association
-from uhop_jax.layers.base import Kernel, Layer, feature_size
+from uhop_jax.layers.base import Kernel, Layer
+from uhop_jax.layers.features import feature_size
 from uhop_jax.layers.inputs import Sizes
 from uhop_jax.layers.projections import Initializer, Projections
 
