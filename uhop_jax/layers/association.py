@@ -20,7 +20,7 @@ from uhop_jax._checks import (
     check_rate,
 )
 from uhop_jax.layers.attention import check_attention, flax_dropped
-from uhop_jax.layers.blocks import associate_blocks
+from uhop_jax.layers.blocks import DEFAULT_BLOCK, associate_blocks
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.learned import (
     BiasPattern,
@@ -32,8 +32,6 @@ from uhop_jax.layers.readout import local_linear
 from uhop_jax.layers.recall import Recall, recall_of_heads
 from uhop_jax.layers.tiles import Rows, stored_rows
 from uhop_jax.separation import Separation, separation_from_name
-
-DEFAULT_BLOCK = 1024  # memories in a block where bags have different lengths
 
 
 class Association(nnx.Module):
