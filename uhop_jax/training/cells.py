@@ -68,6 +68,22 @@ class ForecastCell(NamedTuple):
         return f"{name}, {self.label}, seed {self.seed}"
 
 
+class BagCell(NamedTuple):
+    """One model of a study.
+
+    Attributes:
+      arm: name in `ARMS`.
+      fold: number of the fold that tests, from 1; 0 if the set has test bags.
+    """
+
+    arm: str
+    fold: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.arm}, fold {self.fold}" if self.fold else self.arm
+
+
 def directory_name(cell: AnyCell) -> str:
     """A name for the directory of a cell, which no other cell has.
 
