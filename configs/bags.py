@@ -59,7 +59,7 @@ def get_config(variant: str = "musk1") -> ml_collections.ConfigDict:
     config.data.test_bags = 1000  # test bags of images, or simulated
     config.data.instances = 10  # of a simulated bag; of bags of images the mean
     config.data.features = 16  # of a simulated instance
-    config.data.mark = 8.0  # of a simulated instance, in standard deviations
+    config.data.mark = 10.0  # of a simulated instance, in standard deviations
 
     config.model = ml_collections.ConfigDict()
     config.model.size = 64  # of an embedded instance; 0 is no embedding
@@ -68,15 +68,15 @@ def get_config(variant: str = "musk1") -> ml_collections.ConfigDict:
     config.model.quantity = 1  # learned states that pool a bag
     config.model.normalize = ()  # LayerNorms of the layer: "memory", "pattern", "state"
     config.model.steps = 1  # updates of the layer
-    config.model.beta = 0.0  # 0 is 1 / sqrt(size of a head)
+    config.model.beta = (0.0,)  # 0 is 1 / sqrt(size of a head); several as of dropout
     config.model.alpha = 1.5  # of the arms with entmax
-    config.model.dropout = 0.0  # of the weights over instances
+    config.model.dropout = (0.0, 0.5)  # of the weights; of several validation takes one
     config.model.dtype = "float32"  # of the computation; parameters are float32
     config.model.kernel_start = "identity"  # or "random"
 
     config.train = ml_collections.ConfigDict()
-    config.train.epochs = 60  # at most
-    config.train.patience = 20  # epochs without a lower validation loss; 0: no limit
+    config.train.epochs = 40  # at most
+    config.train.patience = 10  # epochs without a lower validation loss; 0: no limit
     config.train.validation = 0.15  # share of the training bags that judges epochs
     config.train.batch_size = 8  # bags of a step
     config.train.learning_rate = 1e-3  # of Adam
@@ -98,11 +98,22 @@ def get_config(variant: str = "musk1") -> ml_collections.ConfigDict:
     match variant:
         case "mnist_bags":
             config.folds = 0
+            config.model.dropout = (0.0,)
         case "needle":
             config.folds = 0
             config.seeds = (0,)
             config.data.instances = 100_000
+            config.data.bags = 160
             config.data.test_bags = 200
+            # Sharp weights of many states: some begin near the mark.
+            config.model.size = 0
+            config.model.num_heads = 1
+            config.model.quantity = 16
+            config.model.beta = (2.0,)
+            config.model.dropout = (0.0,)
+            config.train.epochs = 8
+            config.train.patience = 0
+            config.train.learning_rate = 3e-3
         case "csv":
             config.data.name = ""
     return config

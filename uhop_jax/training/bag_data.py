@@ -1,7 +1,9 @@
 """Bags of a config: stored and padded, or simulated from a key each."""
 
+import abc
+import functools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +15,14 @@ from uhop_jax import data
 from uhop_jax._checks import check_count, check_positive
 from uhop_jax.data.bags import PUBLISHED, Bags
 from uhop_jax.data.folds import Fold, label_counts, validated
-from uhop_jax.training.task import Batch, Split
+from uhop_jax.training.task import Batch, Split, Take
 from uhop_jax.workdir import fingerprint
 
 TARGET = 9  # the digit that makes a bag of images positive
 SIMULATED = ("mnist_bags", "needle")
 
 
-class Source(Protocol):
+class Source(abc.ABC):
     """Bags of a data set, with the parts of each fold.
 
     Attributes:
@@ -35,12 +37,15 @@ class Source(Protocol):
     features: int
     folds: list[Fold]
 
+    @abc.abstractmethod
     def split(self, chosen: Int[np.ndarray, " some"], fold: Fold) -> Split:
         """Some bags, standardised by the bags that a fold trains on."""
 
+    @abc.abstractmethod
     def marked(self, bag: int) -> Bool[np.ndarray, " S"] | None:
         """Which instances make a bag positive; None if that is not known."""
 
+    @abc.abstractmethod
     def read(self) -> dict[str, Any]:
         """What was read, by name, see `uhop_jax.workdir.check`."""
 
@@ -83,7 +88,7 @@ def source_of(config: ConfigDict) -> Source:
             data.image_bags(
                 images,
                 count,
-                mean=options.instances,
+                mean=float(options.instances),
                 target=TARGET,
                 seed=2 * options.draw + number,
                 name=f"{part} ",
@@ -116,7 +121,7 @@ def _own(
     return Fold(seen, validation, len(train) + np.arange(len(test)))
 
 
-class Stored:
+class Stored(Source):
     """Bags that memory holds, standardised and padded to the longest."""
 
     def __init__(self, name: str, bags: Bags, parts: list[Fold]):
@@ -125,7 +130,13 @@ class Stored:
         self.features = bags.instances.shape[1]
 
     def split(self, chosen: Int[np.ndarray, " some"], fold: Fold) -> Split:
-        return padded(self.bags, chosen, self.scaled(self.bags, fold))
+        scaled = self.scaled(self.bags, fold)
+        return padded(self.bags, chosen, scaled, self.take)
+
+    @functools.cached_property
+    def take(self) -> Take:
+        """The function that makes batches, one for all splits."""
+        return padding(int(self.bags.sizes.max()))
 
     def scaled(self, bags: Bags, fold: Fold) -> Float[np.ndarray, "n d"]:
         """Instances of any bags, standardised by the bags that a fold trains on."""
@@ -149,13 +160,10 @@ class Stored:
         }
 
 
-def padded(
-    bags: Bags, chosen: Int[np.ndarray, " some"], instances: Float[np.ndarray, "n d"]
-) -> Split:
-    """Some bags as a split: a batch has the length of the longest bag, and a mask."""
-    longest = int(bags.sizes.max())
+def padding(longest: int) -> Take:
+    """A function that makes batches of bags with `longest` instances, and a mask."""
 
-    def take(arrays: Mapping[str, Array], index: Array) -> Batch:
+    def take(arrays: Mapping[str, Any], index: Array) -> Batch:
         place = jnp.arange(longest, dtype=jnp.int32)[None]
         mask = place < arrays["sizes"][index][:, None]
         rows = jnp.where(mask, arrays["first"][index][:, None] + place, 0)
@@ -165,6 +173,16 @@ def padded(
             "labels": arrays["labels"][index],
         }
 
+    return take
+
+
+def padded(
+    bags: Bags,
+    chosen: Int[np.ndarray, " some"],
+    instances: Float[np.ndarray, "n d"],
+    take: Take,
+) -> Split:
+    """Some bags as a split, with the instances given in place of their own."""
     arrays = {
         "instances": instances,
         "first": bags.first[chosen].astype(np.int32),
@@ -174,7 +192,7 @@ def padded(
     return Split(arrays, len(chosen), take, by_row=False)
 
 
-class Needles:
+class Needles(Source):
     """Simulated bags, half of them with one marked instance among very many others.
 
     Instances are standard normal vectors. The marked instance of a positive bag is
@@ -202,13 +220,13 @@ class Needles:
 
     def split(self, chosen: Int[np.ndarray, " some"], fold: Fold) -> Split:
         del fold  # instances are standard normal already
-
-        def take(arrays: Mapping[str, Array], index: Array) -> Batch:
-            number, labels = arrays["number"][index], arrays["labels"][index]
-            return {"instances": jax.vmap(self.made)(number, labels), "labels": labels}
-
         arrays = {"number": chosen.astype(np.int32), "labels": self.labels[chosen]}
-        return Split(arrays, len(chosen), take, by_row=False)
+        return Split(arrays, len(chosen), self.take, by_row=False)
+
+    def take(self, arrays: Mapping[str, Any], index: Array) -> Batch:
+        """Makes the bags of a batch."""
+        number, labels = arrays["number"][index], arrays["labels"][index]
+        return {"instances": jax.vmap(self.made)(number, labels), "labels": labels}
 
     def made(self, number: Array, label: Array) -> Float[Array, "S d"]:
         """The instances of a bag."""

@@ -11,30 +11,32 @@ from uhop_jax.layers import Association, LearnedAlpha, LinearFeatures
 from uhop_jax.models import BagClassifier
 from uhop_jax.training.application import with_matched_size
 from uhop_jax.training.arms import arm_of, separation_of
+from uhop_jax.training.cells import BagCell
 from uhop_jax.training.image_model import DTYPES
 
 
 def bag_model(
-    config: ConfigDict, name: str, features: int
+    config: ConfigDict, cell: BagCell, features: int
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    """A function that builds the model of an arm.
+    """A function that builds the model of a cell.
 
     Args:
       config: as `configs/bags.py` makes it.
-      name: of the arm.
+      cell: arm, beta and dropout.
       features: of an instance.
 
     Raises:
       ValueError: if a value is out of range.
     """
-    arm, options = arm_of(name), dict(config.model)
+    arm, options = arm_of(cell.arm), dict(config.model)
     check_choice("model.dtype", options["dtype"], DTYPES)
     options["dtype"] = jnp.dtype(options["dtype"])
     options["normalize"] = tuple(options["normalize"])
     options["head_size"] = options["head_size"] or None
     separation = separation_of(arm, options.pop("alpha"))
-    retrieval = {key: options.pop(key) for key in ("beta", "steps", "dropout")}
-    retrieval["beta"] = retrieval["beta"] or None
+    retrieval = {"steps": options.pop("steps"), "dropout": cell.dropout}
+    retrieval["beta"] = cell.beta or None
+    del options["beta"], options["dropout"]
     start, size = options.pop("kernel_start"), options.pop("size")
 
     def association() -> Association:

@@ -11,8 +11,31 @@ from uhop_jax.training.arms import styles
 from uhop_jax.training.cells import BagCell
 
 SCORES = ("test_auc", "test_accuracy")
+CANDIDATE = ("beta", "dropout")
 SHOWN = 3  # bags of each label in the figure of weights
 INSTANCES = 100  # largest weights of a bag that are written
+
+
+def of_chosen(rows: Rows, scores: Rows) -> Rows:
+    """Records of the models that validation chooses, for each arm and fold.
+
+    Args:
+      rows: records with the fields of a cell.
+      scores: records of `results.csv`; the mean of `validation_loss` over seeds
+        chooses between values of beta and dropout.
+    """
+    chosen = set()
+    for place, group in records.grouped(scores, ("arm", "fold")).items():
+        models = records.grouped(group, CANDIDATE)
+        least = min(
+            models,
+            key=lambda x: records.ranked(
+                np.mean([row["validation_loss"] for row in models[x]])
+            ),
+        )
+        chosen.add((*place, *least))
+    keys = ("arm", "fold", *CANDIDATE)
+    return [row for row in rows if tuple(row[key] for key in keys) in chosen]
 
 
 def by_fold(rows: Rows, score: str) -> list[float]:
@@ -28,6 +51,7 @@ def by_fold(rows: Rows, score: str) -> list[float]:
 
 def table(rows: Rows) -> str:
     """One line for each arm: scores in per cent, with their 95 % intervals."""
+    rows, every = of_chosen(rows, rows), rows
     folds = len({row["fold"] for row in rows})
     what = "folds" if folds > 1 else "seeds"
     lines = [["arm", "parameters", "folds", "seeds", "AUC %", "accuracy %"]]
@@ -39,7 +63,15 @@ def table(rows: Rows) -> str:
             spread = f" ± {records.half_width(sample):.1f}" * (len(sample) > 1)
             line.append(f"{np.mean(sample):.1f}{spread}")
         lines.append(line)
-    return f"{records.aligned(lines)}\n± half of the 95 % interval over {what}"
+    text = f"{records.aligned(lines)}\n± half of the 95 % interval over {what}"
+    if len(records.grouped(every, CANDIDATE)) > 1:
+        for (arm,), group in records.grouped(rows, ("arm",)).items():
+            counts = [
+                f"{beta:g} and {dropout:g} ({len({row['fold'] for row in lot})})"
+                for (beta, dropout), lot in records.grouped(group, CANDIDATE).items()
+            ]
+            text += f"\n{arm}: beta and dropout chosen (folds): {', '.join(counts)}"
+    return text
 
 
 def panels(histories: Mapping[BagCell, Rows], rows: Rows) -> list[plotting.Panel]:
@@ -59,7 +91,7 @@ def panels(histories: Mapping[BagCell, Rows], rows: Rows) -> list[plotting.Panel
                 title, curves, "epoch", f"{name} loss", styles=styles(curves)
             )
         )
-    curves = records.curves(rows, "fold", "test_auc", "arm")
+    curves = records.curves(of_chosen(rows, rows), "fold", "test_auc", "arm")
     about = ("test bags", curves, "fold", "AUC")
     parts.append(plotting.Panel(*about, styles=styles(curves), points=True))
     return parts

@@ -20,22 +20,25 @@ from uhop_jax._checks import check_at_least, check_count, check_named, check_see
 from uhop_jax.training import bag_report
 from uhop_jax.training.application import Application, Rows
 from uhop_jax.training.arms import arm_of
-from uhop_jax.training.bag_data import Source, Stored, padded, source_of
+from uhop_jax.training.bag_data import Source, Stored, padded, padding, source_of
 from uhop_jax.training.bag_model import bag_model
 from uhop_jax.training.cells import BagCell
 from uhop_jax.training.judging import Goal, best_epoch
 from uhop_jax.training.run import best_state
 from uhop_jax.training.steps import Trainer
-from uhop_jax.training.task import SEPARATIONS, Batch, Split, Task, TrainState
+from uhop_jax.training.task import SEPARATIONS, Batch, Split, Take, Task, TrainState
 from uhop_jax.workdir import write_file, write_table
 
 
 class BagClassification(Application):
-    """Studies of `configs/bags.py`: arms and folds.
+    """Studies of `configs/bags.py`: arms, candidates and folds.
 
-    Each fold of an arm is a run, whose best epoch is chosen by a part of the training
-    bags of that fold.
+    Each fold of a model is a run, whose best epoch is chosen by a part of the training
+    bags of that fold. The same part chooses between several values of beta and dropout,
+    in each fold anew.
     """
+
+    free = (*Application.free, "model.beta", "model.dropout")
 
     def __init__(self, config: ConfigDict, workdir: Path = Path()):
         super().__init__(config, workdir)
@@ -48,8 +51,10 @@ class BagClassification(Application):
                     f"arm {arm!r} is of the authors' image code; they have released "
                     "none for bags"
                 )
+        self._scores: Rows = []
         self._bags: Rows = []
         self._weights: Rows = []
+        self._trainers: dict[BagCell, Trainer] = {}
 
     @functools.cached_property
     def source(self) -> Source:
@@ -75,17 +80,29 @@ class BagClassification(Application):
         return f"{Path(self.config.data.name).name}, {cell.title}"
 
     def cells(self) -> list[BagCell]:
-        check_named(arms=self.config.arms)
-        number = self.config.folds
-        folds = range(1, number + 1) if number else [0]
-        return [BagCell(*x) for x in itertools.product(self.config.arms, folds)]
+        config, model = self.config, self.config.model
+        check_named(arms=config.arms, beta=model.beta, dropout=model.dropout)
+        folds = range(1, config.folds + 1) if config.folds else [0]
+        betas, rates = map(float, model.beta), map(float, model.dropout)
+        return [
+            BagCell(*x) for x in itertools.product(config.arms, betas, rates, folds)
+        ]
 
     def check(self) -> None:
-        """Loads the bags, and builds each arm for the first fold."""
-        first = self.cells()[0]
-        _ = self.source
-        for arm in self.config.arms:
-            self.trainer(first._replace(arm=arm))
+        """Loads the bags, and builds each model for the first fold."""
+        cells = self.cells()
+        for cell in cells:
+            if cell.fold == cells[0].fold:
+                self.trainer(cell)
+
+    def trainer(self, cell: Any) -> Trainer:
+        """The trainer of a cell; folds of equal sizes share the compiled programs."""
+        model = cell._replace(fold=0)
+        number = len(self.fold(cell).train)
+        if (like := self._trainers.get(model)) and like.task.train.size == number:
+            return like.on(self.task(cell))
+        self._trainers[model] = super().trainer(cell)
+        return self._trainers[model]
 
     def fold(self, cell: BagCell) -> data.Fold:
         """The bags of each part."""
@@ -110,7 +127,7 @@ class BagClassification(Application):
             del key
             return batch
 
-        build = bag_model(self.config, cell.arm, self.source.features)
+        build = bag_model(self.config, cell, self.source.features)
         return Task(build, score, inputs, unchanged, train, test, validation)
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
@@ -133,7 +150,6 @@ class BagClassification(Application):
         _, state = best_state(trainer, self.goal(), directory)
         tested = self.fold(cell).test
         judged = explained(trainer, state, trainer.task.test)
-        self._note(cell, tested, judged)
         labels, rows = self.source.labels[tested], []
         for seed, logits in zip(trainer.seeds, judged.logits, strict=True):
             own = [row for row in epochs if row["seed"] == seed]
@@ -149,6 +165,8 @@ class BagClassification(Application):
                 "test_accuracy": float(accuracy_score(labels, logits > 0)),
             }
             rows.append(row | {name: own[-1][name] for name in SEPARATIONS})
+        self._scores += rows
+        self._note(cell, tested, judged)
         return rows
 
     def _note(
@@ -156,7 +174,7 @@ class BagClassification(Application):
     ) -> None:
         """Adds the judged bags of a run to the tables of the study, and writes them."""
         source, fold = self.source, cell._asdict()
-        odds = np.asarray(jax.nn.sigmoid(judged.logits))
+        odds = judged.probabilities
         for n, bag in enumerate(tested):
             about = fold | {"bag": source.names[bag], "label": int(source.labels[bag])}
             self._bags += [
@@ -166,13 +184,14 @@ class BagClassification(Application):
             self._weights += bag_report.weight_rows(
                 about | {"probability": float(odds[:, n].mean())},
                 *judged.largest(n),
-                source.marked(bag),
+                source.marked(int(bag)),
             )
         if jax.process_index() == 0:
             write_table(self.workdir / "bags.csv", self._bags)
             write_table(self.workdir / "attention.csv", self._weights)
             if cell == self.cells()[-1]:
-                first = [r for r in self._weights if r["arm"] == self.config.arms[0]]
+                chosen = bag_report.of_chosen(self._weights, self._scores)
+                first = [row for row in chosen if row["arm"] == self.config.arms[0]]
                 parts = bag_report.weight_panels(first)
                 title = f"{self.title}: weights of test bags, means over seeds"
                 write_file(
@@ -216,8 +235,9 @@ class BagClassification(Application):
             )
         every = np.arange(len(given.sizes))
         scaled = source.scaled(given, self.fold(cell))
-        judged = explained(trainer, state, padded(given, every, scaled))
-        odds = np.asarray(jax.nn.sigmoid(judged.logits)).mean(0)
+        split = padded(given, every, scaled, padding(int(given.sizes.max())))
+        judged = explained(trainer, state, split)
+        odds = judged.probabilities.mean(0)
         path = directory / "predictions.csv"
         rows = [
             {"bag": name, "probability": float(x)}
@@ -245,6 +265,13 @@ class Judged(NamedTuple):
     weights: Float[np.ndarray, "n k"]
     places: Int[np.ndarray, "n k"]
 
+    @property
+    def probabilities(self) -> Float[np.ndarray, "seeds n"]:
+        """The probability of a positive label, of each seed and bag."""
+        from scipy.special import expit
+
+        return expit(self.logits)
+
     def largest(self, bag: int) -> tuple[list[int], list[float]]:
         """Places and weights of a bag; padding has none."""
         valid = self.places[bag] >= 0
@@ -253,30 +280,32 @@ class Judged(NamedTuple):
 
 def explained(trainer: Trainer, state: TrainState, split: Split) -> Judged:
     """Judges all bags of a split, with the weights over their instances."""
-
-    @jax.jit
-    def judge(kernels: Any, rest: Any, arrays: Any, index: Array) -> tuple:
-        batch = split.take(arrays, index)
-
-        def one(kernels: Any, rest: Any) -> tuple[Array, Array]:
-            model = nnx.merge(trainer.graphdef, kernels, rest)
-            return model.explained(*inputs(batch))
-
-        logits, weights = jax.vmap(one)(kernels, rest)
-        weights = weights.mean(0)
-        if "mask" in batch:
-            weights = jnp.where(batch["mask"], weights, -1.0)
-        largest = min(bag_report.INSTANCES, weights.shape[-1])
-        values, places = lax.top_k(weights, largest)
-        return logits, values, jnp.where(values < 0, -1, places)
-
     arrays, size = trainer.place(dict(split.arrays)), trainer.batch_size
     parts = []
     for first in range(0, split.size, size):
         index = jnp.minimum(first + jnp.arange(size), split.size - 1)
-        logits, *rest = judge(state.kernels, state.rest, arrays, index)
+        logits, *rest = _judge(trainer.graphdef, split.take, state, arrays, index)
         parts.append([np.asarray(logits).T, *map(np.asarray, rest)])
     logits, weights, places = (
         np.concatenate(x)[: split.size] for x in zip(*parts, strict=True)
     )
     return Judged(logits.T.astype(np.float64), weights, places)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _judge(
+    graphdef: Any, take: Take, state: TrainState, arrays: Any, index: Array
+) -> tuple[Array, Array, Array]:
+    """Logits of each seed for some bags; the largest weights, and their places."""
+    batch = take(arrays, index)
+
+    def one(kernels: Any, rest: Any) -> tuple[Array, Array]:
+        return nnx.merge(graphdef, kernels, rest).explained(*inputs(batch))
+
+    logits, weights = jax.vmap(one)(state.kernels, state.rest)
+    weights = weights.mean(0)
+    if "mask" in batch:
+        weights = jnp.where(batch["mask"], weights, jnp.asarray(-1.0, weights.dtype))
+    largest = min(bag_report.INSTANCES, weights.shape[-1])
+    values, places = lax.top_k(weights, largest)
+    return logits, values, jnp.where(values < 0, -1, places)
