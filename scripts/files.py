@@ -197,7 +197,7 @@ def keep(name: str, workdir: Path) -> None:
     config = json.loads((workdir / "config.json").read_text("utf-8"))
     config["data"].pop("dir", None)
     (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-    names = {"figure.png": f"{name}.png"}
+    names = {"figure.png": f"{name}.png", "attention.png": f"{name}_attention.png"}
     if name in CURVES:
         names["curves.png"] = f"{name}_curves.png"
         records.write_csv(RESULTS / f"{name}_curves.csv", curves(workdir))

@@ -27,6 +27,7 @@ ENTRIES = {
     "vision": ("uhop_jax.training.vision", "uhop_jax.training.run"),
     "vision, softmax": ("uhop_jax.training.vision", "uhop_jax.training.run"),
     "forecasting": ("uhop_jax.training.forecasting", "uhop_jax.training.run"),
+    "bags": ("uhop_jax.training.bags", "uhop_jax.training.run"),
     "statements": ("scripts.theorems", "scripts.corrections"),
 }
 # Modules that change no number, and why.
@@ -70,6 +71,8 @@ def kind_of(command: str) -> str:
     if command.startswith("retrieve.py"):
         one = any(f"protocol={p}" in command for p in ("paper", "reference"))
         return "retrieval, one beta" if one else "retrieval"
+    if "configs/bags.py" in command:
+        return "bags"
     if "configs/vision.py" not in command:
         return "forecasting"
     others = any(name in command for name in ("Sparse MHM", "entmax", "GSH"))

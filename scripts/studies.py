@@ -25,6 +25,7 @@ class Kept(NamedTuple):
 RETRIEVE = "retrieve.py --config=configs/retrieval.py"
 VISION = "train.py --config=configs/vision.py"
 SERIES = "train.py --config=configs/time_series.py"
+BAGS = "train.py --config=configs/bags.py"
 CIFAR = "--config.data.name=cifar10"
 PLAIN = "--config.images=0"
 PAPER = f"--config.protocol=paper {PLAIN}"
@@ -226,7 +227,17 @@ LEARNING = {
     ),
 }
 
-STUDIES = RETRIEVAL | LEARNING
+# Sets of bags as their variants are; ten folds or test bags, five seeds.
+BAG_SETS = {
+    "bags_musk1": Kept(f"{BAGS}:musk1", 2),
+    "bags_musk2": Kept(f"{BAGS}:musk2", 10),
+    "bags_elephant": Kept(f"{BAGS}:elephant", 4),
+    "bags_ucsb": Kept(f"{BAGS}:ucsb", 3),
+    "bags_mnist": Kept(f"{BAGS}:mnist_bags", 2),
+    "bags_needle": Kept(f"{BAGS}:needle", 3),
+}
+
+STUDIES = RETRIEVAL | LEARNING | BAG_SETS
 # Studies whose accuracies and losses after every epoch are kept.
 CURVES = tuple(
     name for name in LEARNING if name.startswith("express") or name.endswith("_table")

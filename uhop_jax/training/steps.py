@@ -5,6 +5,7 @@ one program. Random numbers come from the seed and the number of the step, never
 state, so that a run continued from any step is the run that was never interrupted.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,6 +115,27 @@ class Trainer:
             raise ValueError(
                 f"stage_one.schedule {stage_one.schedule!r} needs a model with kernels"
             )
+
+    def on(self, task: Task) -> "Trainer":
+        """The trainer of another task that differs in its examples alone.
+
+        Both share their compiled programs, which hold no examples.
+
+        Args:
+          task: a task with the same model and loss, and as many examples to train on;
+            a split has the same `take`.
+
+        Raises:
+          ValueError: if the numbers of examples differ.
+        """
+        if task.train.size != self.task.train.size:
+            raise ValueError(
+                f"programs are of {self.task.train.size} examples to train on, got "
+                f"{task.train.size}"
+            )
+        other = copy.copy(self)
+        other.task = task
+        return other
 
     # Placement
 
