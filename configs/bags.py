@@ -26,7 +26,7 @@ each fold and seed, `attention.csv` and `attention.png` show which instances car
 decisions. Arms are named in `uhop_jax/training/arms.py`.
 The keys that people set first are `data.name`, `data.dir`, `arms`, `seeds`, `folds`,
 `model.size`, `train.epochs` and `train.learning_rate`; `predict` judges the bags of
-another csv by the models that a run has trained.
+another csv by the models that a run has trained, `export` writes a model as a function.
 """
 
 import ml_collections
@@ -88,11 +88,13 @@ def get_config(variant: str = "musk1") -> ml_collections.ConfigDict:
     config.stage_one.epochs = 5  # of the arms with warm-up
     config.stage_one.batch_size = 8  # B_1, bags of a Stage I step
     config.stage_one.learning_rate = 0.1  # of Stage I
-    config.stage_one.loss = "average"  # or "maximum", "deep"
+    config.stage_one.loss = "average"  # or "maximum", "deep", "contrastive"
     config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
+    config.stage_one.masked = 0.5  # share that a view of "contrastive" masks
 
     config.eval_only = False  # judge the best checkpoint by validation
     config.predict = ""  # a csv like the training file, for the best checkpoint
+    config.export = False  # write the best checkpoint for JAX alone, model.jax_export
     config.distributed = False  # several hosts, by jax.distributed
 
     match variant:

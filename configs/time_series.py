@@ -25,7 +25,8 @@ tested on the same targets, and the table marks the window of the least validati
 An external memory is read without training ("plug"), or its layers are trained while
 the model is frozen ("tune"); each is reported beside its model. The keys that people
 set first are `data.name`, `data.columns`, `horizon`, `window`, `arms`, `seeds` and
-`train.epochs`; `predict` continues another file by the model that a run has trained.
+`train.epochs`; `predict` continues another file by the model that a run has trained,
+and `export` writes that model as a function.
 """
 
 import ml_collections
@@ -110,6 +111,7 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
 
     config.eval_only = False  # judge the best checkpoint by validation
     config.predict = ""  # a csv, to be continued by the best checkpoint
+    config.export = False  # write the best checkpoint for JAX alone, model.jax_export
     config.distributed = False  # several hosts, by jax.distributed
 
     match variant:

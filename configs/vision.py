@@ -23,7 +23,7 @@ for all `--config.seeds`, on any data set: `--config.data.name=digits`, `mnist`,
 `test/CLASS/`. Several arms, sizes or patches make a study: one run in a directory each,
 one table, one figure.
 The keys that people set first are `data.name`, `arms`, `seeds`, `sizes`, `train.epochs`
-and `train.batch_size`; `eval_only` and `predict` use the model that a run has trained.
+and `train.batch_size`; `eval_only`, `predict` and `export` use the model of a run.
 Series are forecast by `--config=configs/time_series.py:VARIANT`.
 """
 
@@ -111,6 +111,7 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
 
     config.eval_only = False  # judge the last checkpoint, as the table does
     config.predict = ""  # an image or a folder of them, for the last checkpoint
+    config.export = False  # write the last checkpoint for JAX alone, model.jax_export
     config.distributed = False  # several processes: uhop_jax.command_line
 
     match variant:

@@ -71,7 +71,7 @@ def path(tmp_path):
     return write(tmp_path / "mine.csv")
 
 
-def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
+def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch, untyped):
     run, titles = tmp_path / "run", []
     panels = plotting.panels
 
@@ -140,6 +140,15 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch):
     (run / "predictions.csv").unlink()
     train_and_evaluate(tiny(path), run)
     assert (run / "predictions.csv").read_bytes() == text
+
+    # The same as a function of windows, in the units of the file.
+    train_and_evaluate(tiny(path, export=True), run)
+    model = jax.export.deserialize(bytearray((run / "model.jax_export").read_bytes()))
+    windows = np.stack([series.values[-12:], series.values[-24:-12]])
+    forecasts = np.asarray(model.call(windows.astype(np.float32)))
+    assert forecasts.shape == (2, 4, 2)
+    np.testing.assert_allclose(forecasts[0], given, rtol=1e-4)
+    assert abs(forecasts[1] - forecasts[0]).min() > 0
 
     # The scaler belongs to the training data: other data are refused.
     grown, given = tmp_path / "grown.csv", {"predict": str(path)}

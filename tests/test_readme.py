@@ -41,7 +41,8 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys, untyped):
     [page for page in PAGES if "```python" in page.read_text()],
     ids=lambda page: page.stem,
 )
-def test_python_blocks_of_the_documentation(page, untyped):
+def test_python_blocks_of_the_documentation(page, untyped, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert run_blocks(page.read_text())
 
 

@@ -158,6 +158,45 @@ def test_the_last_checkpoint_is_judged_and_predicts(finished, tmp_path, capsys):
         )
 
 
+RUN_EXPORT = """
+import pathlib, sys
+import jax, numpy as np
+
+model = jax.export.deserialize(bytearray(pathlib.Path("model.jax_export").read_bytes()))
+np.save("outputs.npy", model.call(np.load("inputs.npy")))
+assert not {"uhop_jax", "flax"} & set(sys.modules)
+"""
+
+
+def run_export(directory, inputs):
+    """Outputs of `model.jax_export` in a process without this library."""
+    np.save(directory / "inputs.npy", inputs)
+    subprocess.run([sys.executable, "-c", RUN_EXPORT], cwd=directory, check=True)
+    outputs = np.load(directory / "outputs.npy")
+    for name in ("inputs.npy", "outputs.npy"):
+        (directory / name).unlink()
+    return outputs
+
+
+def test_an_exported_classifier_needs_jax_alone(finished, tmp_path, capsys, untyped):
+    """The probabilities of another process are the probabilities of `predict`."""
+    images = labelled_images("digits", split="test")
+    pixels = (images.raw[:3] * (255 // 16)).astype(np.uint8)
+    for number, picture in enumerate(pixels):
+        Image.fromarray(picture[..., 0]).save(tmp_path / f"{number}.png")
+    changes = {"seeds": (0, 1), "predict": str(tmp_path)}
+    train_and_evaluate(tiny(**changes, export=True), finished)
+    printed = capsys.readouterr().out
+    assert "a function of uint8[batch,8,8,1] that returns float32[batch,10]" in printed
+    odds = run_export(finished, pixels)
+    assert odds.shape == (3, 10)
+    for row, chances in zip(records(finished / "predictions.csv"), odds, strict=True):
+        assert row["class"] == str(chances.argmax())
+        assert float(row["probability"]) == pytest.approx(chances.max(), rel=1e-5)
+    (finished / "predictions.csv").unlink()
+    (finished / "model.jax_export").unlink()
+
+
 @pytest.fixture
 def made(monkeypatch):
     """References to the trainers that are made."""

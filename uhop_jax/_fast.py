@@ -8,7 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jaxtyping import Array, Bool, Float, UInt
 
 _SQRT_HALF = 0x3F3504F3  # the bits of sqrt(1/2) in float32
@@ -26,7 +26,8 @@ def kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*batch 1"]
     For 256 rows of 10,000 it takes 1 ms at `k = 1` and 4 ms at `k = 10`; XLA's sort
     takes 4 and 350 ms. A sort gathers rows that are split over devices; counts do not.
     """
-    size = math.isqrt(z.shape[-1] // k)
+    symbolic = export.is_symbolic_dim(z.shape[-1])
+    size = 0 if symbolic else math.isqrt(z.shape[-1] // k)
     if size > 7:
         # All `k` largest entries are in the `k` strides with the largest maxima.
         padding = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % size)]

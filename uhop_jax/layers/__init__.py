@@ -37,6 +37,7 @@ from uhop_jax.layers.learned import BiasPattern, LearnedAlpha
 from uhop_jax.layers.recall import Recall
 from uhop_jax.layers.separated import SeparationLosses, separation_losses
 from uhop_jax.layers.static import StaticHopfield
+from uhop_jax.layers.torch_weights import from_torch
 
 __all__ = [
     "Association",
@@ -54,5 +55,6 @@ __all__ = [
     "SeparationLosses",
     "StaticHopfield",
     "dropped",
+    "from_torch",
     "separation_losses",
 ]

@@ -251,7 +251,7 @@ class Layer(nnx.Module):
         self._check_read(inputs)
         state, memories = self._normalized(inputs)
         self._record(state, memories, inputs, key)
-        features, memories, read = self._mapped(memories, inputs.values)
+        features, read = self._mapped(memories, inputs.memories, inputs.values)
         arguments = self._mapped_state(state), features, memories, read, inputs
         return self._recalled(*arguments, key, energies)
 
@@ -327,17 +327,16 @@ class Layer(nnx.Module):
         return state if self.kernel is None else self.kernel(state)
 
     def _mapped(
-        self, memories: Array, values: Array | None
-    ) -> tuple[Array, Array, Array]:
-        """Features of memories, the memories, and what is read out in their place.
+        self, memories: Array, raw: Any, values: Array | None
+    ) -> tuple[Array, Array]:
+        """Features of memories after their norm, and what is read out in their place.
 
-        The memories have had their norm already, the values have not.
+        Raw memories are the values if there are none; values have their own norm.
         """
         read = memories if values is None else values
-        if self.norm_value is not None:
-            read = self.norm_value(read)
-        mapped = memories if self.kernel is None else self.kernel(memories)
-        return mapped, memories, read
+        if self.norm_value is not None:  # memories are not normalised twice
+            read = self.norm_value(raw if values is None else values)
+        return memories if self.kernel is None else self.kernel(memories), read
 
     # A subclass implements the following.
 
@@ -391,7 +390,7 @@ class _KeysAndValues:
         parameters, made = arguments
         memories, values = rows
         layer = nnx.merge(self.graphdef, parameters)
-        memories = memories if made is None else made(index)
-        if layer.norm_memory is not None:
-            memories = layer.norm_memory(memories)
-        return layer._stored(*layer._mapped(memories, values))
+        raw = memories if made is None else made(index)
+        memories = raw if layer.norm_memory is None else layer.norm_memory(raw)
+        features, read = layer._mapped(memories, raw, values)
+        return layer._stored(features, memories, read)

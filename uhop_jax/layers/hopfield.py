@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from uhop_jax._checks import check_count, check_sizes
+from uhop_jax._checks import check_count, check_sizes, surely_less
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.base import Kernel, Layer
 from uhop_jax.layers.features import feature_size
@@ -125,9 +125,8 @@ class Hopfield(Layer):
         late = False  # whether the value projection follows the weighted sum
         if self.sizes.value is None:
             read = self._projected(keys, memories)
-            fewer = math.prod(inputs.batch) * state.shape[-2] < math.prod(
-                read.shape[:-2]
-            )
+            states = math.prod(inputs.batch) * state.shape[-2]
+            fewer = surely_less(states, math.prod(read.shape[:-2]))
             late = fewer and self.sizes.heads == 1 and not association.own_memories
         if not late:
             read = maps.value(read)

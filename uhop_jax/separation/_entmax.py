@@ -9,6 +9,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from uhop_jax._checks import surely_less
 from uhop_jax._pytree import varying_alike
 from uhop_jax.separation._root import (
     Power,
@@ -44,7 +45,7 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     safe_top = jnp.where(top == -jnp.inf, 0.0, top)
     u = jnp.where((z == top) & (top > -jnp.inf), 0.0, z - safe_top)
     start = jnp.zeros_like(top)
-    if z.shape[-1] >= _BLOCKED_LENGTH:
+    if surely_less(_BLOCKED_LENGTH - 1, z.shape[-1]):
         # A part of the entries has a smaller sum, hence a smaller root: a cheap lower
         # bound, which often has the right support already.
         size = z.shape[-1] // _BLOCKS

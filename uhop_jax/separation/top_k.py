@@ -4,10 +4,10 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jaxtyping import Array
 
-from uhop_jax._checks import check_count
+from uhop_jax._checks import check_count, surely_less
 from uhop_jax._fast import kth_largest
 from uhop_jax.separation.base import Separation
 from uhop_jax.separation.exponential import log_sum_exp, softmax
@@ -47,7 +47,14 @@ class TopK(Separation):
 
     def _largest(self, z: Array) -> Array:
         """`z` with all but its `k` largest entries at `-inf`."""
-        check_count("k", self.k, 1, z.shape[-1])
+        number = z.shape[-1]
+        if not export.is_symbolic_dim(number):
+            check_count("k", self.k, 1, number)
+        elif not surely_less(self.k - 1, number):
+            raise ValueError(
+                f"k is {self.k}, and the number of memories {number} may be less: give "
+                f"jax.export.symbolic_shape the constraint '{number} >= {self.k}'"
+            )
         fixed = lax.stop_gradient(z)
         return jnp.where(
             _is_among(fixed, kth_largest(fixed, self.k), self.k), z, -jnp.inf

@@ -43,6 +43,7 @@ class Application(abc.ABC):
         "arms",
         "eval_only",
         "predict",
+        "export",
         "distributed",
         "data.dir",
         "train.checkpoint_seconds",
@@ -150,6 +151,12 @@ class Application(abc.ABC):
         self, cell: AnyCell, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
         """Applies a model to `config.predict`; returns a message about the result."""
+
+    @abc.abstractmethod
+    def export(
+        self, cell: AnyCell, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        """Writes the model of the first seed by `write_export`; returns its message."""
 
     def untrained(self) -> Rows:
         """Records of methods that need no training."""

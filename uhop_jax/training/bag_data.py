@@ -140,11 +140,14 @@ class Stored(Source):
 
     def scaled(self, bags: Bags, fold: Fold) -> Float[np.ndarray, "n d"]:
         """Instances of any bags, standardised by the bags that a fold trains on."""
+        return self.scaler(fold).scaled(bags.instances).astype(np.float32)
+
+    def scaler(self, fold: Fold) -> data.Scaler:
+        """The scaler of the bags that a fold trains on."""
         seen = self.bags.instances[self.bags.rows(fold.train)]
         if self.bags.alike:
             seen = seen.reshape(-1, 1)
-        scaler = data.scaler_of(seen.astype(np.float64))
-        return scaler.scaled(bags.instances).astype(np.float32)
+        return data.scaler_of(seen.astype(np.float64))
 
     def marked(self, bag: int) -> Bool[np.ndarray, " S"] | None:
         if self.bags.marked is None:

@@ -7,10 +7,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
-from uhop_jax.layers import Association, LearnedAlpha, LinearFeatures
+from uhop_jax.layers import Association, LearnedAlpha
 from uhop_jax.models import BagClassifier
 from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import arm_of, separation_of
+from uhop_jax.training.arms import arm_of, features_of, separation_of
 from uhop_jax.training.cells import BagCell
 from uhop_jax.training.image_model import DTYPES
 
@@ -47,12 +47,9 @@ def bag_model(
 
     def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
         def kernel_map() -> nnx.Module:
-            return LinearFeatures(
-                size or features,
-                start=arm.start or start,
-                dtype=options["dtype"],
-                rngs=rngs,
-            )
+            first, dtype = arm.start or start, options["dtype"]
+            width = size or features
+            return features_of(arm, width, start=first, dtype=dtype, rngs=rngs)
 
         return BagClassifier(
             features,

@@ -23,6 +23,7 @@ from uhop_jax.training.arms import arm_of
 from uhop_jax.training.bag_data import Source, Stored, padded, padding, source_of
 from uhop_jax.training.bag_model import bag_model
 from uhop_jax.training.cells import BagCell
+from uhop_jax.training.exporting import FILE, write_export
 from uhop_jax.training.judging import Goal, best_epoch
 from uhop_jax.training.run import best_state
 from uhop_jax.training.steps import Trainer
@@ -245,6 +246,24 @@ class BagClassification(Application):
         ]
         write_table(path, rows)
         return f"{len(rows)} bags judged, written to {path}"
+
+    def export(
+        self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        """Writes a function from the instances of one bag to its probability."""
+        source, model = self.source, trainer.model_on_host(state)
+        if not isinstance(source, Stored):
+            raise ValueError(
+                f"export: {self.config.data.name} is simulated; a model of bags that "
+                "are stored is needed, as of --config=configs/bags.py:csv"
+            )
+        mean, deviation = (x.astype(np.float32) for x in source.scaler(self.fold(cell)))
+
+        def probability(instances: Array) -> Array:
+            return jax.nn.sigmoid(model(((instances - mean) / deviation)[None])[0])
+
+        path = directory / FILE
+        return write_export(path, probability, (source.features,), jnp.float32)
 
 
 def inputs(batch: Batch) -> tuple:

@@ -1,15 +1,19 @@
-"""Forecasters of the arms: functions that build them from a config."""
+"""Forecasters of the arms, built from a config, and their examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Array
 from ml_collections import ConfigDict
 
+from uhop_jax import data
 from uhop_jax.models import STanHop
 from uhop_jax.training.application import with_matched_size
 from uhop_jax.training.arms import arm_of, features_of, separation_of
 from uhop_jax.training.cells import ForecastCell
+from uhop_jax.training.task import Batch, Split
 
 TWO_SCALES_FROM = 336  # the paper's horizon from which its encoder has two scales
 
@@ -49,3 +53,19 @@ def forecast_model(
     return with_matched_size(
         with_size, size, heads, matched=arm.matched, kernel=arm.kernel
     )
+
+
+def splits_of(splits: data.Splits) -> list[Split]:
+    """Train, validation and test; the last two have one length and one program."""
+    in_len, out_len = splits.train.in_len, splits.train.out_len
+
+    def take(arrays: Mapping[str, Array], index: Array) -> Batch:
+        return data.window_batch(arrays["rows"], index, in_len, out_len)
+
+    length = max(len(splits.validation.rows), len(splits.test.rows))
+    parts = [Split({"rows": splits.train.rows}, splits.train.size, take, by_row=False)]
+    for windows in (splits.validation, splits.test):
+        missing = length - len(windows.rows)
+        rows = np.pad(windows.rows, ((0, missing), (0, 0)))
+        parts.append(Split({"rows": rows}, windows.size, take, by_row=False))
+    return parts

@@ -30,11 +30,12 @@ from uhop_jax.training.application import Application, Rows
 from uhop_jax.training.arms import arm_of
 from uhop_jax.training.cells import ForecastCell, directory_name
 from uhop_jax.training.examples import Data
-from uhop_jax.training.forecast_model import forecast_model
+from uhop_jax.training.exporting import FILE, write_export
+from uhop_jax.training.forecast_model import forecast_model, splits_of
 from uhop_jax.training.judging import Goal, best_epoch
 from uhop_jax.training.run import best_state
 from uhop_jax.training.steps import Trainer
-from uhop_jax.training.task import SEPARATIONS, Batch, Split, Task, TrainState
+from uhop_jax.training.task import SEPARATIONS, Batch, Task, TrainState
 from uhop_jax.workdir import fingerprint, read_table, write_table
 
 LOSSES = ("mae", "mse")
@@ -201,7 +202,7 @@ class Forecasting(Application):
         build = forecast_model(self.config, cell, len(series.names))
         if cell.memory == "tune":
             build = self._tuned(cell)
-        train, validation, test = _splits_of(splits)
+        train, validation, test = splits_of(splits)
         # The authors' code judges an epoch by the mean over batches, not over windows.
         released = self.config.model.preset == "released"
         validation = validation._replace(by_batch=released)
@@ -357,6 +358,21 @@ class Forecasting(Application):
         forecast_report.export(path, given, ahead)
         return f"{len(ahead)} rows after {date_text(given.dates[-1])} written to {path}"
 
+    def export(
+        self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        """Writes a function from windows to forecasts, in the original units."""
+        series, splits = self._loaded(*cell[:3])
+        model, plugged = trainer.model_on_host(state), self._plugged(cell)
+        mean, deviation = (x.astype(np.float32) for x in splits.scaler)
+
+        def forecasts(windows: Array) -> Array:
+            return model((windows - mean) / deviation, **plugged) * deviation + mean
+
+        shape = cell.window, len(series.names)
+        path = _file(directory, cell, FILE)
+        return write_export(path, forecasts, shape, jnp.float32)
+
     def _forecasts(
         self,
         cell: ForecastCell,
@@ -374,19 +390,3 @@ class Forecasting(Application):
 def _file(directory: Path, cell: ForecastCell, name: str) -> Path:
     """Path of a file of a cell; a plugged memory shares the backbone's directory."""
     return directory / (f"plug_{name}" if cell.memory == "plug" else name)
-
-
-def _splits_of(splits: data.Splits) -> list[Split]:
-    """Train, validation and test; the last two have one length and one program."""
-    in_len, out_len = splits.train.in_len, splits.train.out_len
-
-    def take(arrays: Mapping[str, Array], index: Array) -> Batch:
-        return data.window_batch(arrays["rows"], index, in_len, out_len)
-
-    length = max(len(splits.validation.rows), len(splits.test.rows))
-    parts = [Split({"rows": splits.train.rows}, splits.train.size, take, by_row=False)]
-    for windows in (splits.validation, splits.test):
-        missing = length - len(windows.rows)
-        rows = np.pad(windows.rows, ((0, missing), (0, 0)))
-        parts.append(Split({"rows": rows}, windows.size, take, by_row=False))
-    return parts

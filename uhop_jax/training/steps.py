@@ -331,6 +331,10 @@ class Trainer:
         pick = lambda tree: jax.tree.map(lambda x: x[seed], tree)  # noqa: E731
         return nnx.merge(self.graphdef, pick(state.kernels), pick(state.rest))
 
+    def model_on_host(self, state: TrainState, seed: int = 0) -> Any:
+        """The model of one seed with arrays that a program may hold as constants."""
+        return self.model(jax.tree.map(jnp.asarray, jax.device_get(state)), seed)
+
     # One step of one seed
 
     def _over_seeds(

@@ -40,9 +40,9 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
     all runs; `figure.png` if there are several, and `curves.png` if images are
     classified and their number varies.
 
-    With `config.eval_only` or `config.predict` the checkpoint of each run is applied
-    instead: the best by the validation split or, without such a split, the last. The
-    table of results shows the same checkpoint.
+    With `config.eval_only`, `config.predict` or `config.export` the checkpoint of each
+    run is used instead: the best by the validation split or, without such a split, the
+    last. The table of results shows the same checkpoint.
 
     Raises:
       ValueError: if the config cannot be run, or `workdir` holds another run, a run on
@@ -55,7 +55,7 @@ def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
         start_distributed()
     study = APPLICATIONS[config.task](config, workdir)
     cells = study.cells()
-    if config.predict or config.eval_only:
+    if config.predict or config.export or config.eval_only:
         for cell in cells:
             print(_judged(study, cell))
         return
@@ -108,7 +108,10 @@ def _train_cells(
 
 
 def _judged(study: Application, cell: AnyCell) -> str:
-    """Applies the checkpoint of a run to `config.predict` or to the test split."""
+    """Applies the checkpoint of a run to `config.predict` or to the test split.
+
+    With `config.export` it writes the checkpoint as a function.
+    """
     given, directory = study.config.predict, study.directory(cell)
     if given and not user_path(given).exists():
         raise ValueError(f"predict: no such file or folder: {given}")
@@ -116,10 +119,11 @@ def _judged(study: Application, cell: AnyCell) -> str:
     workdirs.check(directory, *bound)
     trainer = study.trainer(cell)
     step, state = best_state(trainer, study.goal(), directory)
-    if study.config.predict:
+    asked = [study.predict] * bool(given) + [study.export] * bool(study.config.export)
+    if asked:
         with workdirs.claimed(directory, *bound):
-            message = study.predict(cell, trainer, state, directory)
-        return f"checkpoint {step}: {message}"
+            done = [use(cell, trainer, state, directory) for use in asked]
+        return "\n".join(f"checkpoint {step}: {message}" for message in done)
     scores = Data(trainer, on_device=_options(study.config).on_device).evaluate(
         state, "test"
     )

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 from uhop_jax.training.application import Application, Rows
 from uhop_jax.training.arms import arm_of, styles
 from uhop_jax.training.cells import ImageCell
+from uhop_jax.training.exporting import FILE, write_export
 from uhop_jax.training.image_model import image_model
 from uhop_jax.training.judging import Goal
 from uhop_jax.training.steps import Trainer
@@ -209,10 +210,9 @@ class Vision(Application):
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
         """Writes `predictions.csv`: class and probability of each image."""
-        from scipy.special import softmax
-
         del cell
         path, train = user_path(self.config.predict), self.images["train"]
+        function = jax.jit(self._function(trainer, state))
         [files] = picture_files([path]) if path.is_dir() else [[path]]
         if not files:
             raise ValueError(f"predict: {path} holds no images ({', '.join(ENDINGS)})")
@@ -223,15 +223,9 @@ class Vision(Application):
                 f"{shape[2]} channels, {path} has {pictures.shape[2]} x "
                 f"{pictures.shape[1]} with {pictures.shape[3]}"
             )
-        pictures = np.round(pictures * (train.top / 255)).astype(np.uint8)
-        statistics = channel_statistics(train.raw)
         rows = []
         for first in range(0, len(files), trainer.batch_size):
-            part = jnp.asarray(pictures[first : first + trainer.batch_size])
-            logits = np.asarray(
-                trainer.outputs(state, (standardised(part, statistics),)), np.float64
-            )
-            odds = softmax(logits, axis=-1)
+            odds = np.asarray(function(pictures[first : first + trainer.batch_size]))
             for file, chances in zip(files[first:], odds, strict=False):
                 label = int(chances.argmax())
                 name = train.classes[label] if train.classes else str(label)
@@ -248,6 +242,31 @@ class Vision(Application):
             for row in rows[:20]
         ]
         return "\n".join([f"written to {directory / 'predictions.csv'}", *lines])
+
+    def export(
+        self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        """Writes a function from images, with white at 255, to probabilities."""
+        del cell
+        train, function = self.images["train"], self._function(trainer, state)
+        shape = train.raw.shape[1:]
+        text = write_export(directory / FILE, function, shape, jnp.uint8)
+        return text + f"; classes {', '.join(train.classes)}" * bool(train.classes)
+
+    def _function(
+        self, trainer: Trainer, state: TrainState
+    ) -> Callable[[UInt8[Array, "n h w channels"]], Float[Array, "n classes"]]:
+        """The model of the first seed, from pictures to probabilities."""
+        train, model = self.images["train"], trainer.model_on_host(state)
+        statistics = channel_statistics(train.raw)
+
+        def probabilities(pictures: Array) -> Array:
+            raw = jnp.round(pictures.astype(jnp.float32) * np.float32(train.top / 255))
+            images = standardised(raw.astype(jnp.uint8), statistics)
+            logits = model(images).astype(jnp.float32)
+            return jax.nn.softmax(logits)
+
+        return probabilities
 
 
 def task_of(config: ConfigDict, cell: ImageCell, train: Images, test: Images) -> Task:
