@@ -139,6 +139,7 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
             config.runs = 10
             config.stage_one.steps = (1, 3, 10, 30, 100)
             config.methods = DEMO
+            config.pictured = (*PICTURED, "blind")
         case "capacity":
             config.memories = SIZES
         case "noise":
