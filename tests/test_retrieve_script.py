@@ -259,6 +259,7 @@ def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     experiments.run(config, tmp_path / "whole")
     whole = (tmp_path / "whole" / "results.csv").read_text()
     assert (tmp_path / "whole" / "figure.png").stat().st_size > 5_000
+    assert (tmp_path / "whole" / "reliability.png").exists() == (variant == "blind")
     rows = read(tmp_path / "whole" / "results.csv")
     number = len(cells.cells_of(config))
     assert number == max(2, len(kinds))

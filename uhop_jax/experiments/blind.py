@@ -13,6 +13,7 @@ from uhop_jax.blind import calibrate_blind, fixed_similarities
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.cells import SCORED, Cell, Study, base_row
 from uhop_jax.experiments.methods import BLIND
+from uhop_jax.experiments.reliability import Reliability
 from uhop_jax.experiments.rivals import RIVALS, rival_scores
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.model import Model
@@ -27,6 +28,7 @@ RANK = 12  # of the table of the known corruption
 DEPENDENT = ("block", "blur", "shift", "shift_noise")
 COLUMNS = {"queries": int, "error": float, "top1": float, "beta": float}
 COLUMNS |= {"advantage": float, "standard_error": float, "expected_error": float}
+COLUMNS |= {"calibration_error": float, "reliability": str}
 
 
 def blind_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
@@ -117,12 +119,18 @@ def _errors(
 
 
 def _scores(model: Model, memories: Array, query: Array, target: np.ndarray) -> dict:
-    """Error and top-1 of a model, with its beta."""
+    """Error and top-1 of a model, with its beta and the reliability of its weights."""
     result = retrieve(model, memories, query)
     error = ((result.state - memories[target]) ** 2).sum(-1).mean()
-    top1 = (result.weights.argmax(-1) == target).mean()
-    beta = float(np.asarray(model.beta))
-    return {"error": float(error), "top1": float(top1), "beta": beta}
+    right = np.asarray(result.weights.argmax(-1)) == target
+    reliability = Reliability.of(result.weights.max(-1), right)
+    return {
+        "error": float(error),
+        "top1": float(right.mean()),
+        "beta": float(np.asarray(model.beta)),
+        "calibration_error": reliability.error,
+        "reliability": str(reliability),
+    }
 
 
 def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
