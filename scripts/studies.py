@@ -70,6 +70,9 @@ FIXED = _methods(
     "calibrated",
     "limit",
 )
+RIVALS = _methods(
+    "LSR", "kernel regression", "A-Hop, self-made pairs", "A-Hop, labelled pairs"
+)
 PAIRS = _methods("MHM", "Sparse MHM", "U-Hop", "U-Hop sparse")
 BOTH = _methods("U-Hop", "U-Hop max")
 LOSSES = f"{BOTH} --config.memories='(10,50,100,200)'"
@@ -176,6 +179,9 @@ RETRIEVAL = {
     "dependent_mnist": Kept(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", 1),
     "dependent_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", 2),
     "blind_mnist": Kept(f"{RETRIEVE}:blind --config.runs=2", 45),
+    "rivals_mnist": Kept(
+        f"{RETRIEVE}:blind --config.runs=2 --config.queries='(500,)' {RIVALS}", 20
+    ),
 }
 
 CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")

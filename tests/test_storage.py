@@ -20,6 +20,9 @@ from uhop_jax import (
     Cosine,
     Dot,
     Entmax,
+    Epanechnikov,
+    Exponentials,
+    Footprint,
     Identity,
     LikelihoodKernel,
     LinearKernel,
@@ -113,6 +116,11 @@ OBJECTS = {
     "dot likelihood": lambda dtype: Dot(likelihood(dtype)),
     "alphas": lambda dtype: Entmax(jnp.abs(draw(3, dtype=dtype)) + 1),
     "alpha": lambda dtype: Entmax(1.25),
+    "epanechnikov": lambda dtype: Epanechnikov(1),
+    "exponentials": lambda dtype: Exponentials(),
+    "footprint": lambda dtype: Footprint(
+        distance=draw(3, dtype=dtype), product=draw(3, dtype=dtype)
+    ),
     "polynomial": lambda dtype: Polynomial(7),
     "top-k": lambda dtype: TopK(3),
     "mask": lambda dtype: Mask(jnp.asarray(0.3, dtype), known=True),
