@@ -28,6 +28,7 @@ ENTRIES = {
     "vision, softmax": ("uhop_jax.training.vision", "uhop_jax.training.run"),
     "forecasting": ("uhop_jax.training.forecasting", "uhop_jax.training.run"),
     "bags": ("uhop_jax.training.bags", "uhop_jax.training.run"),
+    "recall": ("uhop_jax.training.recall", "uhop_jax.training.run"),
     "statements": ("scripts.theorems", "scripts.corrections"),
 }
 # Modules that change no number, and why.
@@ -71,8 +72,9 @@ def kind_of(command: str) -> str:
     if command.startswith("retrieve.py"):
         one = any(f"protocol={p}" in command for p in ("paper", "reference"))
         return "retrieval, one beta" if one else "retrieval"
-    if "configs/bags.py" in command:
-        return "bags"
+    for name in ("bags", "recall"):
+        if f"configs/{name}.py" in command:
+            return name
     if "configs/vision.py" not in command:
         return "forecasting"
     others = any(name in command for name in ("Sparse MHM", "entmax", "GSH"))

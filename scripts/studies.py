@@ -243,7 +243,29 @@ BAG_SETS = {
     "bags_needle": Kept(f"{BAGS}:needle", 3),
 }
 
-STUDIES = RETRIEVAL | LEARNING | BAG_SETS
+# What Stage I does in networks: the plain layer, Stage I by four losses, controls.
+IN_NETWORKS = _arms(
+    "MHM",
+    "MHM + U-Hop",
+    "MHM + U-Hop, deep loss",
+    "MHM + untrained kernel",
+    "MHM + kernel by task",
+    "MHM, matched size",
+    "MHM + contrastive",
+    "MHM + contrastive, then task",
+    "MHM + residual kernel by task",
+    "MHM + residual contrastive, then task",
+)
+ONE = "--config.model.beta='(0.0,)' --config.model.dropout='(0.0,)'"
+NETWORKS = {
+    "networks_recall": Kept("train.py --config=configs/recall.py", 25),
+    "networks_musk1": Kept(f"{BAGS}:musk1 {ONE} {IN_NETWORKS}", 10),
+    "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {IN_NETWORKS}", 30),
+    "networks_elephant": Kept(f"{BAGS}:elephant {ONE} {IN_NETWORKS}", 15),
+    "networks_ucsb": Kept(f"{BAGS}:ucsb {ONE} {IN_NETWORKS}", 15),
+}
+
+STUDIES = RETRIEVAL | LEARNING | BAG_SETS | NETWORKS
 # Studies whose accuracies and losses after every epoch are kept.
 CURVES = tuple(
     name for name in LEARNING if name.startswith("express") or name.endswith("_table")

@@ -17,6 +17,7 @@ from uhop_jax import (
     BlindCalibration,
     Calibration,
     Centering,
+    ContrastiveLoss,
     Cosine,
     Dot,
     Entmax,
@@ -140,6 +141,7 @@ OBJECTS |= {
     cls.__name__: lambda dtype, cls=cls: cls()
     for cls in (*SEPARATIONS.values(), *LOSSES.values(), Identity, NormNoise)
 }
+OBJECTS["contrastive"] = lambda dtype: ContrastiveLoss(draw(dtype=dtype), Mask(0.25))
 OBJECTS |= {name: lambda dtype, cls=cls: cls() for name, cls in SIMILARITIES.items()}
 OBJECTS |= {
     f"{name} with a kernel": lambda dtype, cls=cls: cls(

@@ -90,6 +90,22 @@ class BagCell(NamedTuple):
         return f"{title}, fold {self.fold}" if self.fold else title
 
 
+class RecallCell(NamedTuple):
+    """One model of a study.
+
+    Attributes:
+      arm: name in `ARMS`.
+      pairs: of a key and a value in a sequence.
+    """
+
+    arm: str
+    pairs: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.arm}, {self.pairs} pairs"
+
+
 def directory_name(cell: AnyCell) -> str:
     """A name for the directory of a cell, which no other cell has.
 

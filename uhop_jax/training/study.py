@@ -19,6 +19,7 @@ from uhop_jax.training.bags import BagClassification
 from uhop_jax.training.cells import AnyCell
 from uhop_jax.training.examples import Data
 from uhop_jax.training.forecasting import Forecasting
+from uhop_jax.training.recall import Recall
 from uhop_jax.training.run import Options, best_state, train
 from uhop_jax.training.vision import Vision
 
@@ -26,9 +27,15 @@ APPLICATIONS: dict[str, type[Application]] = {
     "vision": Vision,
     "forecasting": Forecasting,
     "bags": BagClassification,
+    "recall": Recall,
 }
 # Files of `configs/` by task.
-CONFIGS = {"vision": "vision", "forecasting": "time_series", "bags": "bags"}
+CONFIGS = {
+    "vision": "vision",
+    "forecasting": "time_series",
+    "bags": "bags",
+    "recall": "recall",
+}
 
 
 def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
