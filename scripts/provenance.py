@@ -41,6 +41,7 @@ INERT = {
     "uhop_jax.plotting": "draws",
     "uhop_jax.progress": "says how far a run is",
     "uhop_jax.records": "writes files and summaries",
+    "uhop_jax.training.bag_report": "draws, and writes tables",
     "uhop_jax.training.display": "draws",
     "uhop_jax.training.checkpoints": "saves and restores a state bit for bit",
     "uhop_jax.workdir": "claims and checks the directory of a run",

@@ -409,6 +409,7 @@ def test_sets_with_test_bags_of_their_own(variant, tmp_path, request):
     train_and_evaluate(config, tmp_path)
     (row,) = records(tmp_path / "results.csv")
     assert row["fold"] == "0" and 0 <= float(row["test_auc"]) <= 1
+    assert 0 <= float(row["marked_first"]) <= 1
     weights = records(tmp_path / "attention.csv")
     assert {r["marked"] for r in weights} == {"0", "1"}
     assert all(r["label"] == "1" for r in weights if r["marked"] == "1")

@@ -144,7 +144,7 @@ def test_commands_find_their_configs_from_anywhere(tmp_path, script):
     assert f"the variant {config_module(config).get_config().variant}:" in printed
 
 
-@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
+@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series", "bags"])
 def test_help_explains_every_key_of_every_variant(name, monkeypatch):
     path = configs()[name]
     for variant in config_module(name).VARIANTS:

@@ -81,9 +81,19 @@ class BagClassifier(nnx.Module):
         instances: Float[Array, "*batch S features"],
         mask: Bool[Array, "*batch S"] | None = None,
     ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch S"]]:
-        """Logits, and the weight of each instance: a mean over heads and states."""
+        """Logits, and the weight of each instance in its bag.
+
+        The weight is a mean over heads, and over states by the sizes of their parts of
+        the logit, which is a sum over states: states that decide nothing count little.
+        """
         recall = self.pool.associate(self._embedded(instances), mask=mask)
-        return self._logits(recall.output), recall.weights.mean((-3, -2))
+        pooled = recall.output
+        slopes = self.head.kernel[...].reshape(pooled.shape[-2:]).astype(pooled.dtype)
+        parts = jnp.abs((pooled * slopes).sum(-1))
+        tiny = jnp.finfo(parts.dtype).tiny
+        shares = parts / jnp.maximum(parts.sum(-1, keepdims=True), tiny)
+        weights = (recall.weights.mean(-3) * shares[..., None]).sum(-2)
+        return self._logits(pooled), weights
 
     def _embedded(self, instances: Array) -> Array:
         return instances if self.embed is None else jax.nn.relu(self.embed(instances))

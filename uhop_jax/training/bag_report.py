@@ -49,6 +49,13 @@ def by_fold(rows: Rows, score: str) -> list[float]:
     return [float(np.mean([row[score] for row in group])) for group in groups]
 
 
+def shown(rows: Rows, score: str) -> str:
+    """Mean of a score in per cent, with half of its 95 % interval."""
+    sample = [100 * x for x in by_fold(rows, score)]
+    spread = f" ± {records.half_width(sample):.1f}" * (len(sample) > 1)
+    return f"{np.mean(sample):.1f}{spread}"
+
+
 def table(rows: Rows) -> str:
     """One line for each arm: scores in per cent, with their 95 % intervals."""
     rows, every = of_chosen(rows, rows), rows
@@ -58,11 +65,7 @@ def table(rows: Rows) -> str:
     for (arm,), group in records.grouped(rows, ("arm",)).items():
         seeds = len({row["seed"] for row in group})
         line = [arm, f"{group[0]['parameters']:,}", str(folds), str(seeds)]
-        for score in SCORES:
-            sample = [100 * x for x in by_fold(group, score)]
-            spread = f" ± {records.half_width(sample):.1f}" * (len(sample) > 1)
-            line.append(f"{np.mean(sample):.1f}{spread}")
-        lines.append(line)
+        lines.append([*line, *(shown(group, score) for score in SCORES)])
     text = f"{records.aligned(lines)}\n± half of the 95 % interval over {what}"
     if len(records.grouped(every, CANDIDATE)) > 1:
         for (arm,), group in records.grouped(rows, ("arm",)).items():

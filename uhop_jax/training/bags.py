@@ -164,11 +164,23 @@ class BagClassification(Application):
                 "validation_loss": own[best - 1]["validation_loss"],
                 "test_auc": float(roc_auc_score(labels, logits)),
                 "test_accuracy": float(accuracy_score(labels, logits > 0)),
+                "marked_first": self._marked_first(tested, judged),
             }
             rows.append(row | {name: own[-1][name] for name in SEPARATIONS})
         self._scores += rows
         self._note(cell, tested, judged)
         return rows
+
+    def _marked_first(
+        self, tested: Int[np.ndarray, " n"], judged: "Judged"
+    ) -> float | str:
+        """Share of positive bags whose largest weight is on a marked instance."""
+        first = []
+        for n, bag in enumerate(tested):
+            marked = self.source.marked(int(bag))
+            if marked is not None and self.source.labels[bag]:
+                first.append(marked[judged.places[n, 0]])
+        return float(np.mean(first)) if first else ""
 
     def _note(
         self, cell: BagCell, tested: Int[np.ndarray, " n"], judged: "Judged"
