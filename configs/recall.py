@@ -50,6 +50,7 @@ def get_config(variant: str = "recall") -> ml_collections.ConfigDict:
     config.data = ml_collections.ConfigDict()
     config.data.vocabulary = 64  # number of keys, and of values
     config.data.test_sequences = 1000  # which no run trains on
+    config.data.dir = ""  # nothing is read: sequences are generated
 
     config.model = ml_collections.ConfigDict()
     config.model.size = 8  # of tokens

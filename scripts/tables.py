@@ -8,6 +8,7 @@ from typing import Any
 
 import compare_reference
 import learning_claims as learning
+import networks
 import numpy as np
 from files import RESULTS, all_results, read, rows_of
 from studies import BAG_SETS
@@ -284,6 +285,7 @@ TABLES = {
     "docs/training.md": {
         "bags": bags,
         "images": images,
+        "networks": lambda: f"{networks.table()}\n\n{networks.verdict()}",
         "vision_reference": vision_reference,
     },
 }

@@ -33,7 +33,7 @@ DRAW = 20_231  # seed of all sequences
 class Recall(Application):
     """Studies of `configs/recall.py`: arms and numbers of pairs."""
 
-    free = (*(x for x in Application.free if x != "data.dir"), "pairs")
+    free = (*Application.free, "pairs")
 
     def __init__(self, config: ConfigDict, workdir: Path = Path()):
         super().__init__(config, workdir)
