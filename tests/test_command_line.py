@@ -61,7 +61,9 @@ def test_missing_keys_and_other_scripts_are_named():
             check_config(config, *names)
 
 
-@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series", "bags"])
+@pytest.mark.parametrize(
+    "name", ["retrieval", "vision", "time_series", "bags", "recall"]
+)
 def test_every_shipped_variant_passes_the_check(name):
     for variant in config_module(name).VARIANTS:
         check_config(config_of(name, variant), name)
@@ -70,7 +72,9 @@ def test_every_shipped_variant_passes_the_check(name):
         check_config(changed(name, "model.alpha_start", 0.5), name)
 
 
-@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series", "bags"])
+@pytest.mark.parametrize(
+    "name", ["retrieval", "vision", "time_series", "bags", "recall"]
+)
 def test_every_variant_states_its_cost(name):
     for variant in config_module(name).VARIANTS:
         assert cost(name, variant), variant
