@@ -8,7 +8,7 @@ each key and each value has a position). Sequences are generated, no sequence tw
 
 | variant | question | cost on 2 cores |
 |---|---|---|
-| `recall` (default) | which arm recalls 48 pairs in 8 dimensions? | 25 minutes |
+| `recall` (default) | which arm recalls 48 pairs in 8 dimensions? | 10 minutes |
 
 Arms are named in `uhop_jax/training/arms.py`. The keys that people set first are
 `arms`, `seeds`, `pairs`, `train.sequences` and `model.size`.
@@ -32,7 +32,7 @@ def get_config(variant: str = "recall") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.variant = variant
     config.task = "recall"
-    config.seeds = tuple(range(8))  # runs that are trained side by side
+    config.seeds = (0, 1, 2, 3, 4)  # runs that are trained side by side
     config.arms = (
         "MHM",
         "MHM + U-Hop",
@@ -65,7 +65,7 @@ def get_config(variant: str = "recall") -> ml_collections.ConfigDict:
 
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 10  # after each of which the model is judged
-    config.train.sequences = 6400  # of an epoch
+    config.train.sequences = 3200  # of an epoch
     config.train.batch_size = 32  # sequences of a step
     config.train.learning_rate = 3e-3  # of Adam
     config.train.patience = 0  # epochs without a better loss; 0 is no limit
