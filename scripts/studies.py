@@ -240,6 +240,7 @@ BAG_SETS = {
     "bags_elephant": Kept(f"{BAGS}:elephant", 4),
     "bags_ucsb": Kept(f"{BAGS}:ucsb", 3),
     "bags_mnist": Kept(f"{BAGS}:mnist_bags", 2),
+    "bags_mnist_1000": Kept(f"{BAGS}:mnist_bags --config.data.bags=1000", 3),
     "bags_needle": Kept(f"{BAGS}:needle", 3),
 }
 

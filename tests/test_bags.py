@@ -344,6 +344,10 @@ def test_a_study_from_end_to_end(path, tmp_path, capsys):
         alone = jnp.asarray(batch["instances"][n][: int(batch["mask"][n].sum())])
         assert_close(np.float32(again.logits[1, n]), model(alone), scale=10)
 
+    fewer = study.task(cell).train._replace(size=3)
+    with pytest.raises(ValueError, match="of 7 examples to train on, got 3"):
+        trainer.on(study.task(cell)._replace(train=fewer))
+
     # The same command repeats nothing; predictions; other data are refused.
     before = (directory / "metrics.csv").stat().st_mtime_ns
     results = (run / "results.csv").read_bytes()

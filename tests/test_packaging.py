@@ -105,7 +105,7 @@ def test_every_config_is_found_with_its_variants():
     ("arguments", "changes", "message"),
     [
         (("retrieval", "other"), {}, "unknown variant 'other'; choose one of demo"),
-        (("retrievals",), {}, "unknown config 'retrievals'; choose one of retrieval"),
+        (("retrievals",), {}, "unknown config 'retrievals'; choose one of bags, retr"),
         (("vision",), {"train.epoch": 2}, 'config vision: .*Did you mean "epochs"'),
         (("vision",), {"train.epochs": "many"}, "config vision: .*many"),
     ],
