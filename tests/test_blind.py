@@ -18,6 +18,7 @@ from uhop_jax._expectation import (
     predictive,
 )
 from uhop_jax.blind import LEARNED, MOVED
+from uhop_jax.corruption import Corruption
 from uhop_jax.experiments.kinds import (
     Blur,
     Inverted,
@@ -25,7 +26,8 @@ from uhop_jax.experiments.kinds import (
     Shift,
     ShiftedNoise,
 )
-from uhop_jax.likelihood import factors, probabilities
+from uhop_jax.foreign import foreign_probability
+from uhop_jax.likelihood import _counts, factors, probabilities
 from uhop_jax.transformations import (
     Blurs,
     Flips,
@@ -122,6 +124,23 @@ def test_foreign_queries_are_told_from_own_ones():
     assert abs(foreign.mean() - 60 / 260) < 0.08
     with pytest.raises(ValueError, match="memories must be three at least"):
         calibration.foreign(memories[:2], query)
+
+
+def test_foreign_queries_are_told_where_a_line_separates_them():
+    """Newton's method has no end there, and must not diverge."""
+    everything = jnp.asarray(data.load("digits", limit=300).values, jnp.float32)
+    memories, others = everything[:100], everything[100:]
+    corruption = Inverted(0.02)
+    counts, edges = _counts(
+        jax.random.key(0), memories, Corruption.of(corruption), copies=8
+    )
+    kernel = uhop.LikelihoodKernel(*factors(counts), edges, 64)
+    table = probabilities(counts)
+    for own, foreign in ((90, 30), (90, 0), (2, 1)):
+        stored = jnp.concatenate([memories[:own], others[:foreign]])
+        query = corruption(jax.random.key(1), stored)
+        p = np.asarray(foreign_probability(uhop.Dot(kernel), table, memories, query))
+        assert p[:own].max() < 0.2 and (p[own:] > 0.8).all()
 
 
 @every_dtype
