@@ -26,7 +26,7 @@ from uhop_jax.experiments.kinds import (
     Shift,
     ShiftedNoise,
 )
-from uhop_jax.foreign import foreign_probability
+from uhop_jax.foreign import LONGEST, NEWTON, _logistic, foreign_probability
 from uhop_jax.likelihood import _counts, factors, probabilities
 from uhop_jax.transformations import (
     Blurs,
@@ -126,8 +126,23 @@ def test_foreign_queries_are_told_from_own_ones():
         calibration.foreign(memories[:2], query)
 
 
-def test_foreign_queries_are_told_where_a_line_separates_them():
-    """Newton's method has no end there, and must not diverge."""
+def test_the_regression_recovers_from_sure_and_wrong_weights():
+    """Full steps of Newton's method are a thousand times too long there."""
+    rng = np.random.default_rng(0)
+    z = np.concatenate([rng.normal(2, 1, (100, 2)), rng.normal(-2, 1, (100, 2))])
+    design = jnp.asarray(np.concatenate([np.ones((200, 1)), z, z * z], -1))
+    labels = jnp.asarray(np.repeat([1.0, 0.0], 100))
+    weights = jnp.asarray([0.0, -5.0, -5.0, 0.0, 0.0])
+    for _ in range(40):
+        before, weights = weights, _logistic(design, labels, labels * 0 + 1, weights)
+        moved = jnp.abs(design @ (weights - before)).max()
+        assert moved <= LONGEST * NEWTON * (1 + 1e-9)
+    assert moved < 1e-6
+    assert ((design @ weights > 0) == (labels > 0)).mean() > 0.99
+
+
+@pytest.mark.parametrize(("own", "foreign"), [(90, 30), (90, 0), (2, 1)])
+def test_foreign_queries_of_a_known_table(own, foreign):
     everything = jnp.asarray(data.load("digits", limit=300).values, jnp.float32)
     memories, others = everything[:100], everything[100:]
     corruption = Inverted(0.02)
@@ -135,12 +150,11 @@ def test_foreign_queries_are_told_where_a_line_separates_them():
         jax.random.key(0), memories, Corruption.of(corruption), copies=8
     )
     kernel = uhop.LikelihoodKernel(*factors(counts), edges, 64)
-    table = probabilities(counts)
-    for own, foreign in ((90, 30), (90, 0), (2, 1)):
-        stored = jnp.concatenate([memories[:own], others[:foreign]])
-        query = corruption(jax.random.key(1), stored)
-        p = np.asarray(foreign_probability(uhop.Dot(kernel), table, memories, query))
-        assert p[:own].max() < 0.2 and (p[own:] > 0.8).all()
+    stored = jnp.concatenate([memories[:own], others[:foreign]])
+    query = corruption(jax.random.key(1), stored)
+    about = uhop.Dot(kernel), probabilities(counts), memories, query
+    p = np.asarray(foreign_probability(*about))
+    assert p[:own].max() < 0.2 and (p[own:] > 0.8).all()
 
 
 @every_dtype
