@@ -14,7 +14,7 @@ from uhop_jax import _fast
 
 
 def fast(rounds: int) -> list[dict[str, Any]]:
-    """The k-th largest entry of rows, a logarithm of entmax, a mask of dropout."""
+    """The k-th largest entry of rows, their order, a logarithm, a mask of dropout."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(256, 10_000)), jnp.float32)
     rows = []
     for k in (1, 10, 100):
@@ -23,6 +23,10 @@ def fast(rounds: int) -> list[dict[str, Any]]:
         calls = {"XLA's sort": lambda f=by_sort: f(z), "bits": lambda f=by_bits: f(z)}
         title = f"k-th largest of (256, 10000), k = {k}, float32"
         rows += compare(title, "XLA's sort", calls, rounds)
+    short = z.reshape(-1, 800)[:, :784]
+    floats, integers = map(jax.jit, (_fast.plain_descending, _fast.descending))
+    calls = {"floats": lambda: floats(short), "integers": lambda: integers(short)}
+    rows += compare("falling order of (3200, 784), float32", "floats", calls, rounds)
     x, e = -jnp.abs(z) / 2, jnp.full((1, 1), 0.3, jnp.float32)
 
     def total(function: Any) -> Any:

@@ -139,6 +139,7 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
             config.runs = 10
             config.stage_one.steps = (1, 3, 10, 30, 100)
             config.methods = DEMO
+            config.pictured = (*PICTURED, "blind")
         case "capacity":
             config.memories = SIZES
         case "noise":
@@ -171,6 +172,9 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
             config.memories = (100, 500)
             config.runs = 3
             config.queries = (20, 100, 500)  # without labels
+            # `methods` names rivals, in place of blind calibration and what it chooses
+            # from: "LSR", "kernel regression", "A-Hop, self-made pairs" or "A-Hop,
+            # labelled pairs".
             config.corruption.kinds = BLIND
             levels["mask"] = (0.8, 0.95)
             levels["noise"] = levels["folded_noise"] = (0.5, 1.0)

@@ -105,8 +105,9 @@ def get_config(variant: str = "demo") -> ml_collections.ConfigDict:
     config.stage_one.epochs = 1  # of the arms with warm-up
     config.stage_one.batch_size = 16  # B_1, windows of a Stage I step
     config.stage_one.learning_rate = 0.1  # of Stage I
-    config.stage_one.loss = "average"  # or "maximum", "deep"
+    config.stage_one.loss = "average"  # or "maximum", "deep", "contrastive"
     config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)
+    config.stage_one.masked = 0.5  # share that a view of "contrastive" masks
 
     config.eval_only = False  # judge the best checkpoint by validation
     config.predict = ""  # a csv, to be continued by the best checkpoint

@@ -196,8 +196,9 @@ def keep(name: str, workdir: Path) -> None:
     shutil.copy(workdir / "results.csv", RESULTS / f"{name}.csv")
     config = json.loads((workdir / "config.json").read_text("utf-8"))
     config["data"].pop("dir", None)
+    config.pop("cell", None)  # of a study of one run
     (RESULTS / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-    names = {"figure.png": f"{name}.png"}
+    names = {"figure.png": f"{name}.png", "attention.png": f"{name}_attention.png"}
     if name in CURVES:
         names["curves.png"] = f"{name}_curves.png"
         records.write_csv(RESULTS / f"{name}_curves.csv", curves(workdir))

@@ -27,6 +27,8 @@ ENTRIES = {
     "vision": ("uhop_jax.training.vision", "uhop_jax.training.run"),
     "vision, softmax": ("uhop_jax.training.vision", "uhop_jax.training.run"),
     "forecasting": ("uhop_jax.training.forecasting", "uhop_jax.training.run"),
+    "bags": ("uhop_jax.training.bags", "uhop_jax.training.run"),
+    "recall": ("uhop_jax.training.recall", "uhop_jax.training.run"),
     "statements": ("scripts.theorems", "scripts.corrections"),
 }
 # Modules that change no number, and why.
@@ -39,6 +41,7 @@ INERT = {
     "uhop_jax.plotting": "draws",
     "uhop_jax.progress": "says how far a run is",
     "uhop_jax.records": "writes files and summaries",
+    "uhop_jax.training.bag_report": "draws, and writes tables",
     "uhop_jax.training.display": "draws",
     "uhop_jax.training.checkpoints": "saves and restores a state bit for bit",
     "uhop_jax.workdir": "claims and checks the directory of a run",
@@ -70,6 +73,9 @@ def kind_of(command: str) -> str:
     if command.startswith("retrieve.py"):
         one = any(f"protocol={p}" in command for p in ("paper", "reference"))
         return "retrieval, one beta" if one else "retrieval"
+    for name in ("bags", "recall"):
+        if f"configs/{name}.py" in command:
+            return name
     if "configs/vision.py" not in command:
         return "forecasting"
     others = any(name in command for name in ("Sparse MHM", "entmax", "GSH"))

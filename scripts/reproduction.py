@@ -138,7 +138,7 @@ def report() -> str:
     figures = [
         name + part
         for name in STUDIES
-        for part in ("", "_curves")
+        for part in ("", "_curves", "_attention")
         if results[name] and (RESULTS / f"{name}{part}.png").exists()
     ]
     if figures:

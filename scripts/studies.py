@@ -25,6 +25,7 @@ class Kept(NamedTuple):
 RETRIEVE = "retrieve.py --config=configs/retrieval.py"
 VISION = "train.py --config=configs/vision.py"
 SERIES = "train.py --config=configs/time_series.py"
+BAGS = "train.py --config=configs/bags.py"
 CIFAR = "--config.data.name=cifar10"
 PLAIN = "--config.images=0"
 PAPER = f"--config.protocol=paper {PLAIN}"
@@ -68,6 +69,9 @@ FIXED = _methods(
     "l1",
     "calibrated",
     "limit",
+)
+RIVALS = _methods(
+    "LSR", "kernel regression", "A-Hop, self-made pairs", "A-Hop, labelled pairs"
 )
 PAIRS = _methods("MHM", "Sparse MHM", "U-Hop", "U-Hop sparse")
 BOTH = _methods("U-Hop", "U-Hop max")
@@ -175,6 +179,9 @@ RETRIEVAL = {
     "dependent_mnist": Kept(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", 1),
     "dependent_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", 2),
     "blind_mnist": Kept(f"{RETRIEVE}:blind --config.runs=2", 45),
+    "rivals_mnist": Kept(
+        f"{RETRIEVE}:blind --config.runs=2 --config.queries='(500,)' {RIVALS}", 20
+    ),
 }
 
 CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
@@ -226,7 +233,40 @@ LEARNING = {
     ),
 }
 
-STUDIES = RETRIEVAL | LEARNING
+# Sets of bags as their variants are; ten folds or test bags, five seeds.
+BAG_SETS = {
+    "bags_musk1": Kept(f"{BAGS}:musk1", 2),
+    "bags_musk2": Kept(f"{BAGS}:musk2", 10),
+    "bags_elephant": Kept(f"{BAGS}:elephant", 4),
+    "bags_ucsb": Kept(f"{BAGS}:ucsb", 3),
+    "bags_mnist": Kept(f"{BAGS}:mnist_bags", 2),
+    "bags_mnist_1000": Kept(f"{BAGS}:mnist_bags --config.data.bags=1000", 3),
+    "bags_needle": Kept(f"{BAGS}:needle", 3),
+}
+
+# What Stage I does in networks: the plain layer, Stage I by four losses, controls.
+IN_NETWORKS = _arms(
+    "MHM",
+    "MHM + U-Hop",
+    "MHM + U-Hop, deep loss",
+    "MHM + untrained kernel",
+    "MHM + kernel by task",
+    "MHM, matched size",
+    "MHM + contrastive",
+    "MHM + contrastive, then task",
+    "MHM + residual kernel by task",
+    "MHM + residual contrastive, then task",
+)
+ONE = "--config.model.beta='(0.0,)' --config.model.dropout='(0.0,)'"
+NETWORKS = {
+    "networks_recall": Kept("train.py --config=configs/recall.py", 10),
+    "networks_musk1": Kept(f"{BAGS}:musk1 {ONE} {IN_NETWORKS}", 10),
+    "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {IN_NETWORKS}", 30),
+    "networks_elephant": Kept(f"{BAGS}:elephant {ONE} {IN_NETWORKS}", 15),
+    "networks_ucsb": Kept(f"{BAGS}:ucsb {ONE} {IN_NETWORKS}", 15),
+}
+
+STUDIES = RETRIEVAL | LEARNING | BAG_SETS | NETWORKS
 # Studies whose accuracies and losses after every epoch are kept.
 CURVES = tuple(
     name for name in LEARNING if name.startswith("express") or name.endswith("_table")

@@ -8,10 +8,13 @@ from typing import Any
 
 import compare_reference
 import learning_claims as learning
+import networks
 import numpy as np
 from files import RESULTS, all_results, read, rows_of
+from studies import BAG_SETS, STUDIES
 
-from uhop_jax import paper
+from uhop_jax import paper, records
+from uhop_jax.training import bag_report
 
 ROOT = Path(__file__).parent.parent
 NOT_FIXED = ("calibrated", "limit")  # all other methods are fixed similarities
@@ -41,6 +44,8 @@ ARMS = {
     "the same layer without Stage I": learning.WITHOUT,
     "MHM of matched size": "MHM, matched size",
 }
+# AUC of HopfieldPooling in per cent (Ramsauer et al. 2020), recalled, not looked up.
+POOLING = {"elephant": 94.9, "ucsb": 89.5}
 NAMES = {arm: title for title, arm in ARMS.items()}
 _ROWS = "value and gradient, (256, 10000) float32"
 _LAYER = "8 heads, 256 wide, float32"
@@ -170,6 +175,48 @@ def blind() -> str:
     return "\n".join(text)
 
 
+# What each method of the table of rivals knows, besides settings that fit the queries.
+KNOWS = {
+    "best fixed similarity": "memories",
+    "LSR": "memories",
+    "kernel regression": "memories",
+    "A-Hop, self-made pairs": "memories; assumes a mask of 50 %",
+    "A-Hop, labelled pairs": "memories; the corruption, as labelled pairs",
+    "known corruption": "memories; the corruption, as labelled pairs; no setting",
+    "blind": "memories and queries; no setting",
+}
+
+
+def rivals() -> str:
+    """Errors of published rivals beside blind calibration, on the same 500 queries.
+
+    The least error of a row is in bold.
+    """
+    published = rows_of("rivals_mnist")
+    if not published:
+        return f"Not measured yet: `{STUDIES['rivals_mnist'].command}`."
+    text = []
+    for M in sorted({row["memories"] for row in published}):
+        head = [f"M = {M}", *(f"{name} ({known})" for name, known in KNOWS.items())]
+        text += ["", line(*head), "|---" * len(head) + "|"]
+        rows = [*published, *rows_of("blind_mnist")]
+        rows = [row for row in rows if row["memories"] == M and row["queries"] == 500]
+        cells = [(r["corruption"], r["level"]) for r in published if r["memories"] == M]
+        for kind, level in dict.fromkeys(cells):
+            samples = _samples(rows, {"corruption": kind, "level": level})
+            means = {name: float(np.mean(x)) for name, x in samples.items()}
+            fixed = {name: x for name, x in means.items() if name not in KNOWS}
+            best = min(fixed, key=lambda name: fixed[name])
+            means["best fixed similarity"] = fixed[best]
+            least = min(means[name] for name in KNOWS)
+            entries = []
+            for name in KNOWS:
+                entry = f"{means[name]:.3g}"
+                entries.append(f"**{entry}**" if means[name] == least else entry)
+            text.append(line(f"{kind.replace('_', ' ')} {level:g}", *entries))
+    return "\n".join(text[1:])
+
+
 def agreement() -> str:
     """Counts of numbers on which the reference protocol and the released code agree."""
     text = [
@@ -243,6 +290,30 @@ def speed() -> str:
     return "\n".join(text)
 
 
+def bags() -> str:
+    """Scores on sets of bags, with 95 % intervals, beside published numbers."""
+    head = [
+        "set",
+        "folds x seeds",
+        "AUC, per cent",
+        "accuracy, per cent",
+        "published AUC",
+    ]
+    text = [line(*head), "|---" * len(head) + "|"]
+    for name in BAG_SETS:
+        if not (rows := read(name)):
+            continue
+        for (arm,), group in records.grouped(rows, ("arm",)).items():
+            chosen = bag_report.of_chosen(group, group)
+            seeds, tests = ({row[key] for row in chosen} for key in ("seed", "fold"))
+            number = f"{len(tests)} x {len(seeds)}" if tests != {0} else f"{len(seeds)}"
+            title = name.removeprefix("bags_") + f", {arm}" * (arm != "MHM")
+            scores = [bag_report.shown(chosen, score) for score in bag_report.SCORES]
+            stated = POOLING.get(chosen[0]["data"], "")
+            text.append(line(title, number, *scores, f"{stated}"))
+    return "\n".join(text)
+
+
 TABLES = {
     "README.md": {
         "grid": lambda: comparison("grid", 500, GRID, True),
@@ -251,9 +322,15 @@ TABLES = {
     "docs/experiments.md": {
         "agreement": agreement,
         "blind": blind,
+        "rivals": rivals,
         "dependent": lambda: comparison("dependent", 100, DEPENDENT, False),
     },
-    "docs/training.md": {"images": images, "vision_reference": vision_reference},
+    "docs/training.md": {
+        "bags": bags,
+        "images": images,
+        "networks": lambda: f"{networks.table()}\n\n{networks.verdict()}",
+        "vision_reference": vision_reference,
+    },
 }
 
 

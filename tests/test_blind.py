@@ -18,6 +18,7 @@ from uhop_jax._expectation import (
     predictive,
 )
 from uhop_jax.blind import LEARNED, MOVED
+from uhop_jax.corruption import Corruption
 from uhop_jax.experiments.kinds import (
     Blur,
     Inverted,
@@ -25,7 +26,8 @@ from uhop_jax.experiments.kinds import (
     Shift,
     ShiftedNoise,
 )
-from uhop_jax.likelihood import factors, probabilities
+from uhop_jax.foreign import LONGEST, NEWTON, _logistic, foreign_probability
+from uhop_jax.likelihood import _counts, factors, probabilities
 from uhop_jax.transformations import (
     Blurs,
     Flips,
@@ -122,6 +124,37 @@ def test_foreign_queries_are_told_from_own_ones():
     assert abs(foreign.mean() - 60 / 260) < 0.08
     with pytest.raises(ValueError, match="memories must be three at least"):
         calibration.foreign(memories[:2], query)
+
+
+def test_the_regression_recovers_from_sure_and_wrong_weights():
+    """Full steps of Newton's method are a thousand times too long there."""
+    rng = np.random.default_rng(0)
+    z = np.concatenate([rng.normal(2, 1, (100, 2)), rng.normal(-2, 1, (100, 2))])
+    design = jnp.asarray(np.concatenate([np.ones((200, 1)), z, z * z], -1))
+    labels = jnp.asarray(np.repeat([1.0, 0.0], 100))
+    weights = jnp.asarray([0.0, -5.0, -5.0, 0.0, 0.0])
+    for _ in range(40):
+        before, weights = weights, _logistic(design, labels, labels * 0 + 1, weights)
+        moved = jnp.abs(design @ (weights - before)).max()
+        assert moved <= LONGEST * NEWTON * (1 + 1e-9)
+    assert moved < 1e-6
+    assert ((design @ weights > 0) == (labels > 0)).mean() > 0.99
+
+
+@pytest.mark.parametrize(("own", "foreign"), [(90, 30), (90, 0), (2, 1)])
+def test_foreign_queries_of_a_known_table(own, foreign):
+    everything = jnp.asarray(data.load("digits", limit=300).values, jnp.float32)
+    memories, others = everything[:100], everything[100:]
+    corruption = Inverted(0.02)
+    counts, edges = _counts(
+        jax.random.key(0), memories, Corruption.of(corruption), copies=8
+    )
+    kernel = uhop.LikelihoodKernel(*factors(counts), edges, 64)
+    stored = jnp.concatenate([memories[:own], others[:foreign]])
+    query = corruption(jax.random.key(1), stored)
+    about = uhop.Dot(kernel), probabilities(counts), memories, query
+    p = np.asarray(foreign_probability(*about))
+    assert p[:own].max() < 0.2 and (p[own:] > 0.8).all()
 
 
 @every_dtype

@@ -37,8 +37,10 @@ from uhop_jax import (
     fit,
     fit_annealed,
     fit_closed_form,
+    fit_footprint,
     fit_likelihood,
     fit_sgd,
+    fit_values,
     identity_start,
     posterior_mean,
     retrieve,
@@ -515,6 +517,10 @@ PUBLIC_CALLS = {
     "fit_annealed": lambda x, q, sep: fit_annealed(KEY, x, steps=2, restarts=1),
     "fit_closed_form": lambda x, q, sep: fit_closed_form(x),
     "fit_likelihood": lambda x, q, sep: fit_likelihood(KEY, x, Noise(0.1), copies=4),
+    "fit_footprint": lambda x, q, sep: fit_footprint(KEY, x, Noise(0.1), pairs=4),
+    "fit_values": lambda x, q, sep: fit_values(
+        Model(separation=sep, beta=2.0), x, ridge=0.1
+    ),
     "posterior_mean": lambda x, q, sep: posterior_mean(Noise(0.3), x, q),
     "calibrate": lambda x, q, sep: calibrate(
         KEY, x, Noise(0.3), queries=8, separations=(sep,), candidates={"dot": Dot()}

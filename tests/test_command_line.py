@@ -61,7 +61,9 @@ def test_missing_keys_and_other_scripts_are_named():
             check_config(config, *names)
 
 
-@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
+@pytest.mark.parametrize(
+    "name", ["retrieval", "vision", "time_series", "bags", "recall"]
+)
 def test_every_shipped_variant_passes_the_check(name):
     for variant in config_module(name).VARIANTS:
         check_config(config_of(name, variant), name)
@@ -70,7 +72,9 @@ def test_every_shipped_variant_passes_the_check(name):
         check_config(changed(name, "model.alpha_start", 0.5), name)
 
 
-@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
+@pytest.mark.parametrize(
+    "name", ["retrieval", "vision", "time_series", "bags", "recall"]
+)
 def test_every_variant_states_its_cost(name):
     for variant in config_module(name).VARIANTS:
         assert cost(name, variant), variant
@@ -84,6 +88,7 @@ def test_every_task_and_variant_has_a_directory_of_its_own():
             ("retrieval", "demo", "query"),
             ("vision", "digits", "cifar10"),
             ("time_series", "demo", "csv"),
+            ("bags", "musk1", "csv"),
         )
         for variant in variants
     ]
@@ -91,6 +96,7 @@ def test_every_task_and_variant_has_a_directory_of_its_own():
     assert str(places[0]) == "results/retrieval/demo"
     assert str(places[2]) == "results/vision/digits"
     assert str(places[4]) == "results/forecasting/demo"
+    assert str(places[6]) == "results/bags/musk1"
 
 
 def test_progress_in_a_log_is_one_line_at_intervals(monkeypatch, capsys):

@@ -19,6 +19,21 @@ def test_kth_largest(dtype, k):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_falling_order(dtype):
+    x = np.random.default_rng(0).normal(size=(3, 50)).astype(dtype)
+    x[0, :9], x[1, 5:], x[2, 3] = 2.0, -np.inf, np.nan
+    x = jnp.asarray(x)
+    plain = _fast.plain_descending(x[:2])
+    np.testing.assert_array_equal(_fast.descending(x[:2]), plain)
+    assert jnp.isnan(_fast.descending(x[2]).sum())
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=41).astype(dtype))
+    for order in (_fast.descending, _fast.plain_descending):
+        slope = jax.grad(lambda x, f=order: (f(x) * weights).sum())(x[0, 9:])
+        ranks = jnp.argsort(jnp.argsort(-x[0, 9:]))
+        np.testing.assert_array_equal(slope, weights[ranks])
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.7])
 def test_masks_of_dropout(rate):
     """Shares, and correlations of neighbours, keys and axes, are those of chance."""

@@ -396,6 +396,30 @@ def test_equals_the_equation_of_the_paper(value_size):
     assert_close(model(STATE[0], MEMORIES[0]), expected, scale=3)
 
 
+def test_a_ridge_reads_out_by_local_regression():
+    """Against a weighted regression of each row by NumPy's least squares."""
+    association = Association("softmax", ridge=0.3)
+    q, k, v = patterns(L, H, 4), patterns(S, H, 4, seed=1), patterns(S, H, 3, seed=2)
+    recall = association.associate(q, k, v)
+    for h in range(H):
+        for row in range(L):
+            root = np.sqrt(np.asarray(recall.weights[h, row], np.float64))[:, None]
+            centered = np.asarray(k[:, h] - q[row, h][None], np.float64)
+            # The constant at the query is the value there; the ridge spares it.
+            design = root * np.hstack([np.ones((S, 1)), centered])
+            design = np.vstack([design, np.sqrt(0.3) * np.eye(5)[1:]])
+            target = np.vstack(
+                [root * np.asarray(v[:, h], np.float64), np.zeros((4, 3))]
+            )
+            value = np.linalg.lstsq(design, target, rcond=None)[0][0]
+            assert_close(recall.output[row, h], value, scale=10)
+    mean = Association("softmax").associate(q, k, v).output
+    flat = Association("softmax", ridge=1e6).associate(q, k, v).output
+    assert_close(flat, mean, scale=10)
+    with pytest.raises(ValueError, match="got steps 2 and block None"):
+        Association(ridge=0.3, steps=2)
+
+
 # Options (UC-27) ----------------------------------------------------------------------
 
 ZEROS = nnx.initializers.zeros
@@ -421,13 +445,15 @@ OPTIONS = {
     "bias": (BiasPattern(1, D, rngs=nnx.Rngs(7)), {}),
     "zero_memory": (True, {}),
     "dropout": (0.5, {}),
+    "ridge": (0.5, {}),
 }
 
 
 def test_every_option_is_in_the_table():
     parameters = set(inspect.signature(Hopfield.__init__).parameters)
     parameters -= {"self", "state_size", "association", "rngs"}
-    assert set(OPTIONS) == parameters | OF_ASSOCIATION
+    by_blocks = {"block", "axis_name"}  # test_blocks.py
+    assert set(OPTIONS) | by_blocks == parameters | OF_ASSOCIATION
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_every_config_is_found_with_its_variants():
     ("arguments", "changes", "message"),
     [
         (("retrieval", "other"), {}, "unknown variant 'other'; choose one of demo"),
-        (("retrievals",), {}, "unknown config 'retrievals'; choose one of retrieval"),
+        (("retrievals",), {}, "unknown config 'retrievals'; choose one of bags, retr"),
         (("vision",), {"train.epoch": 2}, 'config vision: .*Did you mean "epochs"'),
         (("vision",), {"train.epochs": "many"}, "config vision: .*many"),
     ],
@@ -144,7 +144,7 @@ def test_commands_find_their_configs_from_anywhere(tmp_path, script):
     assert f"the variant {config_module(config).get_config().variant}:" in printed
 
 
-@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series"])
+@pytest.mark.parametrize("name", ["retrieval", "vision", "time_series", "bags"])
 def test_help_explains_every_key_of_every_variant(name, monkeypatch):
     path = configs()[name]
     for variant in config_module(name).VARIANTS:

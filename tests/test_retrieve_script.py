@@ -38,6 +38,7 @@ from uhop_jax.experiments.answers import CalibratedMemory
 from uhop_jax.experiments.evaluation import Entry, Queries, best_entries
 from uhop_jax.experiments.methods import FAIR
 from uhop_jax.experiments.protocols import meaning, resolve
+from uhop_jax.experiments.rivals import RIVALS
 
 ROOT = Path(__file__).parent.parent
 CONFIG = runpy.run_path(str(ROOT / "configs" / "retrieval.py"))
@@ -218,6 +219,29 @@ def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
     assert set(curves) == {"MHM", *names}
 
 
+def test_rivals_have_the_queries_of_blind_calibration(tmp_path, capsys):
+    changes = {"queries": (12,), "corruption.kinds": ("inverted",), "runs": 1}
+    plain, rivals = (
+        read_after(tmp_path / name, get_config("blind", methods=methods, **changes))
+        for name, methods in (("plain", ()), ("rivals", tuple(RIVALS)))
+    )
+    assert [row["method"] for row in rivals] == list(RIVALS)
+    errors = {row["method"]: float(row["error"]) for row in plain + rivals}
+    # An ordinary similarity at its best on these queries; the pairs tell how they were
+    # made, and so does the table.
+    assert errors["A-Hop, labelled pairs"] < errors["cosine"]
+    assert errors["known corruption"] < errors["A-Hop, labelled pairs"]
+    assert "A-Hop, labelled pairs" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="method of the blind variant 'MHM'"):
+        experiments.run(get_config("blind", methods=("MHM",)), tmp_path / "wrong")
+
+
+def read_after(directory, config):
+    """The records of a run."""
+    experiments.run(config, directory)
+    return read(directory / "results.csv")
+
+
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "demo"])
 def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     changes = {"methods": ("MHM", "U-Hop"), "images": 0}
@@ -228,13 +252,14 @@ def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
         kinds = changes["corruption.kinds"] = ("mask",)
     if variant == "blind":
         kinds = changes["corruption.kinds"] = ("noise", "inverted")
-        changes["queries"] = (12,)
+        changes |= {"queries": (12,), "methods": ()}
     levels = (0.3, 0.6) if len(kinds) == 1 else (0.3,)
     changes |= {f"corruption.levels.{kind}": levels for kind in kinds}
     config = get_config(variant, **changes)
     experiments.run(config, tmp_path / "whole")
     whole = (tmp_path / "whole" / "results.csv").read_text()
     assert (tmp_path / "whole" / "figure.png").stat().st_size > 5_000
+    assert (tmp_path / "whole" / "reliability.png").exists() == (variant == "blind")
     rows = read(tmp_path / "whole" / "results.csv")
     number = len(cells.cells_of(config))
     assert number == max(2, len(kinds))

@@ -544,7 +544,7 @@ def test_other_files(tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_csv_of_gigabytes_is_not_unpacked(tmp_path, monkeypatch, packed):
-    monkeypatch.setattr(sys.modules["uhop_jax.data.series"], "LARGEST", 2**20)
+    monkeypatch.setattr(sys.modules["uhop_jax.data.tables"], "LARGEST", 2**20)
     whole = b"date,a\n" + b"0" * 2**24
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(whole) if packed else whole)

@@ -17,9 +17,13 @@ from uhop_jax import (
     BlindCalibration,
     Calibration,
     Centering,
+    ContrastiveLoss,
     Cosine,
     Dot,
     Entmax,
+    Epanechnikov,
+    Exponentials,
+    Footprint,
     Identity,
     LikelihoodKernel,
     LinearKernel,
@@ -113,6 +117,11 @@ OBJECTS = {
     "dot likelihood": lambda dtype: Dot(likelihood(dtype)),
     "alphas": lambda dtype: Entmax(jnp.abs(draw(3, dtype=dtype)) + 1),
     "alpha": lambda dtype: Entmax(1.25),
+    "epanechnikov": lambda dtype: Epanechnikov(1),
+    "exponentials": lambda dtype: Exponentials(),
+    "footprint": lambda dtype: Footprint(
+        distance=draw(3, dtype=dtype), product=draw(3, dtype=dtype)
+    ),
     "polynomial": lambda dtype: Polynomial(7),
     "top-k": lambda dtype: TopK(3),
     "mask": lambda dtype: Mask(jnp.asarray(0.3, dtype), known=True),
@@ -132,6 +141,7 @@ OBJECTS |= {
     cls.__name__: lambda dtype, cls=cls: cls()
     for cls in (*SEPARATIONS.values(), *LOSSES.values(), Identity, NormNoise)
 }
+OBJECTS["contrastive"] = lambda dtype: ContrastiveLoss(draw(dtype=dtype), Mask(0.25))
 OBJECTS |= {name: lambda dtype, cls=cls: cls() for name, cls in SIMILARITIES.items()}
 OBJECTS |= {
     f"{name} with a kernel": lambda dtype, cls=cls: cls(

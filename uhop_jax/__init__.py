@@ -8,8 +8,10 @@ retrieval dynamics and energies, Stage I, calibration.
 from uhop_jax._pytree import Pytree
 from uhop_jax.blind import BlindCalibration, calibrate_blind
 from uhop_jax.calibration import Calibration, calibrate
-from uhop_jax.closed_form import fit_closed_form
+from uhop_jax.closed_form import fit_closed_form, fit_values
+from uhop_jax.contrastive import ContrastiveLoss
 from uhop_jax.corruption import Mask, Noise, NormNoise
+from uhop_jax.footprint import Footprint, fit_footprint
 from uhop_jax.kernels import (
     Centering,
     Identity,
@@ -43,6 +45,8 @@ from uhop_jax.retrieval import (
 from uhop_jax.separation import (
     Entmax,
     Entmax15,
+    Epanechnikov,
+    Exponentials,
     Polynomial,
     Separation,
     Softmax,
@@ -79,11 +83,15 @@ __all__ = [
     "Calibration",
     "Centering",
     "Convergence",
+    "ContrastiveLoss",
     "Cosine",
     "DeepLoss",
     "Dot",
     "Entmax",
     "Entmax15",
+    "Epanechnikov",
+    "Exponentials",
+    "Footprint",
     "Identity",
     "Kernel",
     "LikelihoodKernel",
@@ -121,8 +129,10 @@ __all__ = [
     "fit",
     "fit_annealed",
     "fit_closed_form",
+    "fit_footprint",
     "fit_likelihood",
     "fit_sgd",
+    "fit_values",
     "gaussian_start",
     "identity_start",
     "load",

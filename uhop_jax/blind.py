@@ -108,9 +108,9 @@ class BlindCalibration(Pytree):
     ) -> Float[Array, " Q"]:
         """The probability of each query that none of the memories belongs to it.
 
-        It is most accurate where components are corrupted independently, and from many
-        queries, which tell how many of them are foreign. Where a blur without noise
-        explains the queries, it is near zero for all of them.
+        It is most accurate from many queries, which tell how many of them are foreign
+        and how own queries compare, and for queries that took no part in the
+        calibration: foreign queries among those have taught the table, and seem own.
 
         Args:
           memories: stored patterns, three at least.

@@ -1,4 +1,4 @@
-"""The closed-form kernel: Stage I by whitening, without iterations."""
+"""What is learned by one linear solve: the closed-form kernel, values to read out."""
 
 import functools
 from collections.abc import Sequence
@@ -15,10 +15,13 @@ from uhop_jax._checks import (
     check_memory_set,
     check_positive,
     is_traced,
+    wider_dtype,
     working_dtype,
 )
 from uhop_jax._products import gram_matrix
 from uhop_jax.kernels import LinearKernel, LowRankKernel
+from uhop_jax.model import Model
+from uhop_jax.retrieval import retrieve
 
 
 def fit_closed_form(
@@ -59,6 +62,68 @@ def fit_closed_form(
             )
         return LinearKernel(weights)
     return _whiten(memories, jnp.asarray(ridge, memories.dtype))
+
+
+def fit_values(
+    model: Model,
+    memories: Float[Array, "M d"],
+    values: Float[Array, "M v"] | None = None,
+    *,
+    ridge: ArrayLike = 0.0,
+) -> Float[Array, "M v"]:
+    r"""Values that a model reads out so that each memory retrieves its own value.
+
+    They solve :math:`(P + \lambda I) A = V`, where row :math:`\mu` of `P` has the
+    weights of the query :math:`\xi_\mu`. With `NegativeSquaredL2` and `Exponentials`
+    retrieval of `A` is Gaussian kernel interpolation, or kernel ridge regression:
+    :math:`T(x) = \Xi^T (G + \lambda I)^{-1} k(\Xi, x)`. Its fixed points are the
+    memories (Iatropoulos et al. 2022, arXiv 2208.09416; Tamamori 2025, arXiv
+    2504.12561). Another separation gives the regression of its own weights.
+
+    `beta` is the inverse width of the kernel: other values belong to another `beta`.
+
+        values = fit_values(model, memories, ridge=0.1)
+        retrieve(model, memories, query, values=values)
+
+    Args:
+      model: similarity, separation and inverse temperature.
+      memories: stored patterns, one per row.
+      values: the value of each memory; the memories by default.
+      ridge: `lambda >= 0`.
+
+    Returns:
+      `A`, in at least float32, to be used as the `values` of `retrieve`.
+
+    Raises:
+      ValueError: if the ridge is negative, shapes do not fit, or the equations have no
+        solution, as for equal memories without a ridge.
+    """
+    check_at_least("ridge", ridge, 0)
+    memories = as_floating(memories, "memories")
+    values = memories if values is None else as_floating(values, "values")
+    check_memory_set(memories, distinct=False)
+    if values.ndim != 2 or len(values) != len(memories):
+        raise ValueError(
+            f"values must have shape ({len(memories)}, v), one row for each memory, "
+            f"got {values.shape}"
+        )
+    dtype = working_dtype(jnp.zeros((), wider_dtype(memories, values)))
+    memories, values = memories.astype(dtype), values.astype(dtype)
+    weights = retrieve(model, memories, memories).weights
+    result = _solved(weights, values, jnp.asarray(ridge, dtype))
+    if not is_traced(result) and not bool(jnp.isfinite(result).all()):
+        raise ValueError(
+            f"ridge {float(np.asarray(ridge)):g} leaves the equations of "
+            f"{len(memories)} memories without a solution; use a larger ridge"
+        )
+    return result
+
+
+@jax.jit
+def _solved(weights: Array, values: Array, ridge: Array) -> Array:
+    """The solution of `(weights + ridge I) A = values`."""
+    identity = jnp.eye(len(weights), dtype=weights.dtype)
+    return jnp.linalg.solve(weights + ridge * identity, values)
 
 
 def whitenings(

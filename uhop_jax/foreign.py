@@ -1,13 +1,15 @@
 """Foreign queries: the probability that no stored pattern belongs to a query.
 
-A likelihood table makes queries of stored patterns. With all memories in place they
-show how own queries compare; with the memory of each taken away they show how foreign
-queries compare, as queries of patterns that were never stored. The share of foreign
-queries follows from the queries themselves.
+A query whose memory is taken away compares with the other memories as a foreign query
+does. The queries themselves, each with and without its nearest memory, therefore show
+how own and foreign queries compare, whatever has corrupted them. Queries that the
+likelihood table makes of stored patterns join them, and count where queries are few.
+Which queries are own, and how many, is learned in turn, by expectation maximisation.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -18,8 +20,12 @@ from uhop_jax.transformations import Transformed
 
 CHUNK, BLOCK = 512, 1024  # queries and memories that are compared at a time
 SIMULATED = 1000  # about how many queries are made
-NEWTON, STEPS = 30, 100  # of the logistic regression; for the share of foreign queries
+MADE = 50.0  # queries for which all made ones count
+ROUNDS = 30  # of expectation maximisation
+NEWTON, STEPS = 5, 50  # of the regression in a round; for the share of foreign queries
+LONGEST = 2.0  # change of a log-ratio in a step, beyond which steps diverge
 PENALTY = 1e-2  # on squared weights of standardised features
+FARTHEST = 10.0  # standard deviations at which features are clipped
 
 
 @jax.jit
@@ -41,28 +47,39 @@ def foreign_probability(
       observed: true for the known components of the queries.
     """
     made, seen = _made(likelihood, table, memories, observed)
-    largest = _largest(likelihood, memories, made, seen)
-    own, foreign = _features(largest), _features(largest[:, 1:])
-    both = jnp.concatenate([own, foreign])
+    largest, of_made = (
+        _largest(likelihood, memories, *rows)
+        for rows in ((queries, observed), (made, seen))
+    )
+    # Own queries and queries without their memory, then the same of made queries.
+    samples = [f(x) for x in (largest, of_made) for f in (_own, _without)]
+    both = jnp.concatenate(samples)
     center, scale = both.mean(0), jnp.maximum(both.std(0), 1e-6)
+    z = jnp.clip((both - center[None]) / scale[None], -FARTHEST, FARTHEST)
+    design = jnp.concatenate([jnp.ones_like(z[:, :1]), z, z * z], -1)
+    Q, number = len(queries), len(made)
+    sizes = (Q, Q, number, number)
+    is_own = jnp.asarray(np.repeat([1, 0, 1, 0], sizes), z.dtype)
+    of_table = jnp.full_like(z, MADE / number, shape=(2 * number,))
 
-    def design(features: Array) -> Array:
-        z = (features - center[None]) / scale[None]
-        return jnp.concatenate([jnp.ones_like(z[:, :1]), z, z * z], -1)
+    def improve(_, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        foreign, share, weights = carry
+        counts = jnp.concatenate([1 - foreign, 1 - foreign, of_table])
+        weights = _logistic(design, is_own, counts, weights)
+        log_ratio = design[:Q] @ weights  # of own to foreign densities
 
-    labels = (jnp.arange(len(both)) < len(own)).astype(both.dtype)
-    weights = _logistic(design(both), labels)
-    actual = _largest(likelihood, memories, queries, observed)
-    log_ratio = design(_features(actual)) @ weights  # of own to foreign densities
+        def posterior(share: Array) -> Array:
+            return jax.nn.sigmoid(jnp.log(share) - jnp.log1p(-share) - log_ratio)
 
-    def posterior(share: Array) -> Array:
-        return jax.nn.sigmoid(jnp.log(share) - jnp.log1p(-share) - log_ratio)
+        def settle(_, share: Array) -> Array:
+            return jnp.clip(posterior(share).mean(), 1e-4, 1 - 1e-4)
 
-    def improve(_, share: Array) -> Array:
-        return jnp.clip(posterior(share).mean(), 1e-4, 1 - 1e-4)
+        share = lax.fori_loop(0, STEPS, settle, share)
+        return posterior(share), share, weights
 
-    start = jnp.full_like(log_ratio, 0.5, shape=())
-    return posterior(lax.fori_loop(0, STEPS, improve, start))
+    half = jnp.full_like(largest, 0.5, shape=())
+    start = jnp.broadcast_to(half, (Q,)), half, jnp.zeros_like(design[0])
+    return lax.fori_loop(0, ROUNDS, improve, start)[0]
 
 
 def _largest(
@@ -85,22 +102,32 @@ def _largest(
     return lax.map(chunk, rows).reshape(-1, 3)[:number]
 
 
-def _features(largest: Array) -> Array:
+def _own(largest: Array) -> Array:
     """The largest overlap, and its lead."""
     return jnp.stack([largest[:, 0], largest[:, 0] - largest[:, 1]], -1)
 
 
-def _logistic(x: Array, labels: Array) -> Array:
-    """Weights of a logistic regression, by Newton's method."""
-    penalty = jnp.full(x.shape[-1], PENALTY, x.dtype)
+def _without(largest: Array) -> Array:
+    """The same, with the nearest memory taken away."""
+    return _own(largest[:, 1:])
+
+
+def _logistic(x: Array, labels: Array, counts: Array, weights: Array) -> Array:
+    """Improved weights of a logistic regression on counted rows, by Newton's method.
+
+    Where a line separates the labels, full steps would diverge.
+    """
+    penalty = jnp.full_like(weights, PENALTY)
 
     def step(_, weights: Array) -> Array:
         p = jax.nn.sigmoid(x @ weights)
-        gradient = x.T @ (p - labels) + penalty * weights
-        hessian = x.T @ ((p * (1 - p))[:, None] * x) + jnp.diag(penalty)
-        return weights - jnp.linalg.solve(hessian, gradient)
+        gradient = x.T @ (counts * (p - labels)) + penalty * weights
+        rows = (counts * p * (1 - p))[:, None] * x
+        change = jnp.linalg.solve(x.T @ rows + jnp.diag(penalty), gradient)
+        longest = jnp.abs(x @ change).max()
+        return weights - change * jnp.minimum(1.0, LONGEST / longest)
 
-    return lax.fori_loop(0, NEWTON, step, jnp.zeros(x.shape[-1], x.dtype))
+    return lax.fori_loop(0, NEWTON, step, weights)
 
 
 def _made(

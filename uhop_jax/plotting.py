@@ -31,6 +31,7 @@ __all__ = [
     "image_grid",
     "landscapes",
     "panels",
+    "reliability_panel",
 ]
 
 CAPTION = 22  # letters under an image
@@ -74,6 +75,26 @@ class Panel(NamedTuple):
     yscale: str = "linear"
     points: bool = False
     styles: Mapping[str, Style] = {}
+
+
+def reliability_panel(title: str, curves: Mapping[str, Curve]) -> Panel:
+    """A reliability diagram: how often answers are right, against their confidence.
+
+    A grey line shows where both are equal. Curves differ in dashes and markers.
+
+    Args:
+      title: above the axes.
+      curves: frequency against confidence, by name.
+    """
+    equal = Curve([0.0, 1.0], [0.0, 1.0], [0.0, 0.0])
+    looks = {name: Style(number, number) for number, name in enumerate(curves)}
+    return Panel(
+        title,
+        {**curves, "frequency equal to confidence": equal},
+        "confidence: largest weight",
+        "frequency of right answers",
+        styles=looks | {"frequency equal to confidence": Style(0, 0, plain=True)},
+    )
 
 
 class Landscape(NamedTuple):

@@ -229,6 +229,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if typing.get_origin(hint) is tuple:
         kind = typing.get_args(hint)[0]
         return isinstance(value, tuple) and all(_fits(x, kind) for x in value)
+    if hint is Any:
+        return True
     if issubclass(hint, jaxtyping.AbstractArray):
         hint = Array | float
     if hint is float:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from uhop_jax._checks import check_count
 from uhop_jax._products import contract
@@ -127,15 +127,8 @@ class Blurs(Transformations):
         return len(self.widths)
 
     def __call__(self, index, patterns):
-        images = _images(patterns, self.shape)
-        for axis in (1, 2):
-            matrices = np.stack(
-                [_gaussian(width, self.shape[axis - 1]) for width in self.widths]
-            )
-            matrix = jnp.asarray(matrices, patterns.dtype)[index]
-            moved = jnp.tensordot(images, matrix, axes=(axis, 1))
-            images = jnp.moveaxis(moved, -1, axis)
-        return images.reshape(patterns.shape)
+        width = jnp.asarray(self.widths, patterns.dtype)[index]
+        return blurred(patterns, width, self.shape)
 
 
 class Warps(Transformations):
@@ -295,14 +288,31 @@ def _images(patterns: Array, shape: Shape) -> Array:
     return patterns.reshape(-1, *shape)
 
 
-def _gaussian(width: float, size: int) -> np.ndarray:
-    """The matrix `(size, size)` of a convolution with a Gaussian, edges repeated."""
-    offsets = np.arange(-size, size + 1)
-    weights = np.exp(-0.5 * (offsets / width) ** 2)
-    sources = np.clip(np.arange(size)[:, None] + offsets, 0, size - 1)
-    matrix = np.zeros((size, size))
-    np.add.at(matrix, (np.arange(size)[:, None], sources), weights / weights.sum())
-    return matrix
+def blurred(
+    patterns: Float[Array, "*batch d"], width: ArrayLike, shape: Shape
+) -> Float[Array, "*batch d"]:
+    """Images convolved with a Gaussian, their edges repeated.
+
+    Args:
+      patterns: images, one per row.
+      width: standard deviation in pixels.
+      shape: height, width and channels of the images.
+    """
+    images = _images(patterns, shape)
+    for axis in (1, 2):
+        size = shape[axis - 1]
+        at = jnp.arange(size, dtype=patterns.dtype)
+        offsets = jnp.arange(-size, size + 1, dtype=patterns.dtype)
+        weights = jnp.exp(-0.5 * (offsets / width) ** 2)
+        weights = weights / weights.sum()
+        sources = jnp.clip(at[:, None] + offsets[None], 0, size - 1).astype(int)
+        rows = jnp.arange(size)[:, None]
+        matrix = jnp.zeros((size, size), patterns.dtype)
+        spread = jnp.broadcast_to(weights[None], sources.shape)
+        matrix = matrix.at[rows, sources].add(spread)
+        moved = jnp.tensordot(images, matrix.T, axes=(axis, 0))
+        images = jnp.moveaxis(moved, -1, axis)
+    return images.reshape(patterns.shape)
 
 
 def check_transformations(transformations: Any) -> None:

@@ -1,5 +1,13 @@
 """Data sets as NumPy arrays: patterns to store, images to classify, time series."""
 
+from uhop_jax.data.bags import (
+    PUBLISHED,
+    Bags,
+    bags,
+    image_bags,
+    read_bags,
+)
+from uhop_jax.data.folds import Fold, folds
 from uhop_jax.data.house import simulated_house
 from uhop_jax.data.images import IMAGES, Images, images, prepare
 from uhop_jax.data.labelled import labelled_images, subset
@@ -28,21 +36,28 @@ from uhop_jax.data.windows import (
 __all__ = [
     "CHANNELS",
     "IMAGES",
+    "PUBLISHED",
     "SERIES",
     "SOURCES",
     "SYNTHETIC",
+    "Bags",
     "Borders",
+    "Fold",
     "Images",
     "Patterns",
     "Scaler",
     "Series",
     "Splits",
     "Windows",
+    "bags",
     "borders",
+    "folds",
+    "image_bags",
     "images",
     "labelled_images",
     "load",
     "prepare",
+    "read_bags",
     "read_patterns",
     "read_pictures",
     "read_series",

@@ -4,7 +4,6 @@ A csv has a header, a date in its first column and numbers in all further column
 fault of a csv is an error that names line and column, unless an option mends it.
 """
 
-import gzip
 import hashlib
 import warnings
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from uhop_jax._checks import check_choice
-from uhop_jax._files import reading, user_path
+from uhop_jax._files import user_path
 from uhop_jax.data.dates import (
     DAY,
     Step,
@@ -29,7 +28,7 @@ from uhop_jax.data.dates import (
 )
 from uhop_jax.data.house import simulated_house
 from uhop_jax.data.images import download, import_pooch
-from uhop_jax.data.tables import DECIMALS, chosen, numbers, read_table
+from uhop_jax.data.tables import DECIMALS, chosen, numbers, read_table, text_of
 from uhop_jax.data.windows import constant_columns
 
 ETT = (
@@ -40,7 +39,6 @@ WTH = (  # a copy at an address that does not change
     "https://raw.githubusercontent.com/xun468/Time-GNN/"
     "68c3c6cd970f102b35139cff97eee4837a0fc200/datasets/"
 )
-LARGEST = 2**30  # bytes of text; the cells take ten times as much memory
 
 
 class Source(NamedTuple):
@@ -206,7 +204,7 @@ def read_series(
     for (option, choices), value in zip(OPTIONS.items(), given, strict=True):
         check_choice(option, value, choices)
     path = user_path(path)
-    table = read_table(path, _read(path))
+    table = read_table(path, text_of(path))
     selected = chosen(path, table, columns)
     dates = parsed_dates(path, table.iloc[:, 0], date_format)
     values = numbers(path, selected, decimal, missing_values)
@@ -292,7 +290,7 @@ def _place(name: str, directory: str | Path | None) -> Path:
     folder = user_path(directory)
     for path in (folder / source.file, folder / f"{source.file}.gz"):
         if path.exists():
-            text = _read(path).replace("\r\n", "\n")
+            text = text_of(path).replace("\r\n", "\n")
             if hashlib.sha256(text.encode()).hexdigest() != source.sha256:
                 raise ValueError(
                     f"{path} is not the {source.file} that {name} stands for (its "
@@ -302,26 +300,6 @@ def _place(name: str, directory: str | Path | None) -> Path:
     address = source.place + source.file
     download(name, address, f"sha256:{source.sha256}", folder, fname=source.file)
     return folder / source.file
-
-
-def _read(path: Path) -> str:
-    """The text of a file, which may be packed by gzip."""
-    if not path.is_file():
-        raise ValueError(f"no such file: {path}")
-    with reading(path, "csv or csv.gz"), path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        source: Any = gzip.GzipFile(fileobj=file) if packed else file
-        raw = source.read(LARGEST + 1)
-    if len(raw) > LARGEST:
-        raise ValueError(
-            f"{path} holds more than {LARGEST / 2**20:.0f} MiB of text, too much for a "
-            "series: give a part of it"
-        )
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text in UTF-8") from None
 
 
 def _warn_of_far_values(path: Path, frame: pd.DataFrame) -> None:

@@ -5,6 +5,7 @@ is an error that names line and column, and shows the cell as the file has it.
 """
 
 import csv
+import gzip
 import io
 import re
 from collections.abc import Sequence
@@ -14,9 +15,62 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from uhop_jax._files import reading
+
 MISSING = frozenset(("", "na", "n/a", "<na>", "#n/a", "nan", "null", "none"))
 MARKS = {"point": ".", "comma": ","}
 DECIMALS = ("auto", *MARKS)
+LARGEST = 2**30  # bytes of text; the cells take ten times as much memory
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, which may be packed by gzip.
+
+    Raises:
+      ValueError: if the file does not exist, cannot be read, is too large, or is not in
+        UTF-8.
+    """
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    with reading(path, "csv or csv.gz"), path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        source: Any = gzip.GzipFile(fileobj=file) if packed else file
+        raw = source.read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise ValueError(
+            f"{path} holds more than {LARGEST / 2**20:.0f} MiB of text, too much for a "
+            "table: give a part of it"
+        )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8") from None
+
+
+def cells_of(path: Path, text: str) -> tuple[str, dict[int, list[str]]]:
+    """The delimiter of a text, and the cells of its lines by their numbers, from 1.
+
+    Args:
+      path: of the file, for errors.
+      text: lines of cells, with commas, semicolons or tabs between; blank lines are
+        left out.
+
+    Raises:
+      ValueError: if a line cannot be split, or no line has cells.
+    """
+    delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows = {}
+    try:
+        for row in reader:
+            if any(row):
+                rows[reader.line_num] = [cell.strip() for cell in row]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+    if not rows:
+        raise ValueError(f"{path} is empty")
+    return delimiter, rows
 
 
 def read_table(path: Path, text: str) -> pd.DataFrame:
@@ -30,17 +84,7 @@ def read_table(path: Path, text: str) -> pd.DataFrame:
       ValueError: if the header is missing or names a column twice, there is one column,
         a row has another number of cells, or there are fewer than 3 rows.
     """
-    delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows = {}
-    try:
-        for row in reader:
-            if any(row):
-                rows[reader.line_num] = [cell.strip() for cell in row]
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
-    if not rows:
-        raise ValueError(f"{path} is empty")
+    delimiter, rows = cells_of(path, text)
     first, header = next(iter(rows.items()))
     names = [name or f"column {i + 1}" for i, name in enumerate(header)]
     if len(names) < 2:

@@ -12,6 +12,7 @@ from uhop_jax.experiments import (
     compare,
     figures,
     query,
+    reliability,
     sweep,
     variants,
 )
@@ -40,6 +41,7 @@ EXPERIMENTS = {
         blind.blind_figure,
         blind.blind_report,
         compare=False,
+        reliability=reliability.reliability_panels,
     ),
     "stage_one": _STEPS,
     "losses": _STEPS,

@@ -13,6 +13,8 @@ from uhop_jax.blind import calibrate_blind, fixed_similarities
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.cells import SCORED, Cell, Study, base_row
 from uhop_jax.experiments.methods import BLIND
+from uhop_jax.experiments.reliability import Reliability
+from uhop_jax.experiments.rivals import RIVALS, rival_scores
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.model import Model
 from uhop_jax.plotting import Panel
@@ -26,24 +28,37 @@ RANK = 12  # of the table of the known corruption
 DEPENDENT = ("block", "blur", "shift", "shift_noise")
 COLUMNS = {"queries": int, "error": float, "top1": float, "beta": float}
 COLUMNS |= {"advantage": float, "standard_error": float, "expected_error": float}
+COLUMNS |= {"calibration_error": float, "reliability": str}
 
 
 def blind_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
-    """Records of every number of queries and every memory set of a cell."""
+    """Records of every number of queries and every memory set of a cell.
+
+    Where the config names rivals, the records are theirs, of the same queries.
+    """
     rows = []
+    rivals = tuple(study.config.methods)
     shape = study.patterns.shape
     moves = image_transformations(shape) if len(shape) == 3 else None
     corruption = study.corruption(cell)
     for run in range(study.config.runs):
         memories = study.queries(cell, SCORED, range(run, run + 1)).memories[0]
         known_key, query_key = jax.random.split(study.key(6, cell.memories, run))
-        kernel = timed("known", fit_likelihood, known_key, memories, corruption)
-        known = Model(Dot(kernel.cut(RANK)), beta=1.0)
+        if not rivals:
+            kernel = timed("known", fit_likelihood, known_key, memories, corruption)
+            known = Model(Dot(kernel.cut(RANK)), beta=1.0)
         for number in study.config.queries:
             key = jax.random.fold_in(query_key, number)
             target = _targets(run, cell.memories, number)
             query, _ = corruption(key, memories[target])
             about = study, cell, run, number
+            if rivals:
+                drawn = memories, query, target, corruption, timed
+                for name, (setting, scores) in rival_scores(
+                    rivals, known_key, *drawn
+                ).items():
+                    rows.append(_row(*about, name, scores, setting=setting))
+                continue
             for name, similarity in fixed_similarities(memories, query).items():
                 scores = timed("fixed", _best, memories, query, target, similarity)
                 rows.append(_row(*about, name, scores))
@@ -104,18 +119,25 @@ def _errors(
 
 
 def _scores(model: Model, memories: Array, query: Array, target: np.ndarray) -> dict:
-    """Error and top-1 of a model, with its beta."""
+    """Error and top-1 of a model, with its beta and the reliability of its weights."""
     result = retrieve(model, memories, query)
     error = ((result.state - memories[target]) ** 2).sum(-1).mean()
-    top1 = (result.weights.argmax(-1) == target).mean()
-    beta = float(np.asarray(model.beta))
-    return {"error": float(error), "top1": float(top1), "beta": beta}
+    right = np.asarray(result.weights.argmax(-1)) == target
+    reliability = Reliability.of(result.weights.max(-1), right)
+    return {
+        "error": float(error),
+        "top1": float(right.mean()),
+        "beta": float(np.asarray(model.beta)),
+        "calibration_error": reliability.error,
+        "reliability": str(reliability),
+    }
 
 
 def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
-    """The records of blind, the known corruption and, of each cell, the best fixed."""
-    kept = [dict(row) for row in rows if row["method"] in (BLIND, KNOWN)]
-    fixed = [row for row in rows if row["method"] not in (BLIND, KNOWN)]
+    """All records but those of fixed similarities: of each cell, the best is kept."""
+    others = (BLIND, KNOWN, *RIVALS)
+    kept = [dict(row) for row in rows if row["method"] in others]
+    fixed = [row for row in rows if row["method"] not in others]
     for _, group in records.grouped(fixed, (*records.CELL, "queries")).items():
         by_method = records.grouped(group, ("method",))
         best = min(
@@ -146,6 +168,9 @@ def blind_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 def blind_report(rows: Sequence[Mapping[str, Any]]) -> str:
     """Errors by cell, and the cells in which blind calibration loses."""
+    if all(row["method"] in RIVALS for row in rows):
+        labelled = [dict(r, setting=f"Q = {r['queries']}") for r in rows]
+        return "error\n" + records.pivot(labelled, "error")
     compared = _compared(rows)
     numbers = sorted({row["queries"] for row in rows})
     names = (BEST, BLIND, KNOWN)

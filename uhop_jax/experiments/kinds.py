@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 from uhop_jax._checks import check_choice
 from uhop_jax._pytree import Pytree
 from uhop_jax.corruption import Mask, Noise, NormNoise, scale_of
+from uhop_jax.transformations import Shifts, blurred
 
 _DISTANCE = 2  # pixels that `shift_noise` moves
 
@@ -193,22 +194,7 @@ class Blur(Pytree):
         self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
     ) -> Float[Array, "*batch d"]:
         del key
-        images = patterns.reshape(-1, *self.shape)
-        for axis in (1, 2):
-            size = self.shape[axis - 1]
-            at = jnp.arange(size, dtype=patterns.dtype)
-            offsets = jnp.arange(-size, size + 1, dtype=patterns.dtype)
-            weights = jnp.exp(-0.5 * (offsets / self.width) ** 2)
-            weights = weights / weights.sum()
-            sources = jnp.clip(at[:, None] + offsets[None], 0, size - 1).astype(int)
-            rows = jnp.arange(size)[:, None]
-            matrix = jnp.zeros((size, size), patterns.dtype)
-            spread = jnp.broadcast_to(weights[None], sources.shape)
-            matrix = matrix.at[rows, sources].add(spread)
-            images = jnp.moveaxis(
-                jnp.tensordot(images, matrix.T, axes=(axis, 0)), -1, axis
-            )
-        return images.reshape(patterns.shape)
+        return blurred(patterns, self.width, self.shape)
 
 
 class Shift(Pytree):
@@ -225,17 +211,14 @@ class Shift(Pytree):
     def __call__(
         self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
     ) -> Float[Array, "*batch d"]:
-        images = patterns.reshape(-1, *self.shape)
-        n = self.distance
-        padded = jnp.pad(images, ((0, 0), (n, n), (n, n), (0, 0)))
-        moved = [
-            padded[:, n + down : n + down + self.shape[0], n + right :][
-                :, :, : self.shape[1]
-            ]
-            for down, right in ((-n, 0), (n, 0), (0, -n), (0, n))
-        ]
-        way = jax.random.randint(key, (len(images),), 0, 4)
-        return jnp.stack(moved)[way, jnp.arange(len(images))].reshape(patterns.shape)
+        n, moves = self.distance, Shifts(self.distance, self.shape)
+        # Places of the four directions among all shifts up to `n` pixels each way.
+        side = 2 * n + 1
+        ways = (n, 2 * n * side + n, n * side, n * side + 2 * n)
+        rows = patterns.reshape(-1, math.prod(self.shape))
+        moved = jnp.stack([moves(jnp.asarray(way, jnp.int32), rows) for way in ways])
+        way = jax.random.randint(key, (len(rows),), 0, 4)
+        return moved[way, jnp.arange(len(rows))].reshape(patterns.shape)
 
 
 class ShiftedNoise(Pytree):

@@ -26,6 +26,7 @@ from uhop_jax.experiments.methods import (
     Method,
     Settings,
 )
+from uhop_jax.experiments.rivals import RIVALS
 from uhop_jax.kernels import Identity, Kernel
 from uhop_jax.separation import Polynomial, Softmax
 from uhop_jax.separation.forms import Largest
@@ -111,6 +112,7 @@ _OTHERS = {
     BLIND: "similarity, kernel and beta by `calibrate_blind`, on the queries alone",
     "known corruption": "the likelihood learned from corrupted copies, at beta 1",
     LIMIT: "the posterior mean, which knows the corruption: the least expected error",
+    **RIVALS,
 }
 
 
@@ -156,6 +158,10 @@ def check(config: ConfigDict) -> None:
         check_count("stage_one.steps", number, 0)
     for ridge in options.ridges:
         check_positive("stage_one.ridges", ridge)
+    if config.variant == "blind":
+        for name in config.methods:
+            check_choice("method of the blind variant", name, RIVALS)
+        return
     known = [method.name for method in METHODS[config.protocol]]
     extra = [CALIBRATED, BLIND, LIMIT] if config.protocol == "fair" else []
     for name in config.methods:

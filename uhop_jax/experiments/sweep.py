@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from uhop_jax import records
+from uhop_jax import plotting, records
 from uhop_jax.command_line import cost
 from uhop_jax.experiments import compare, figures
 from uhop_jax.experiments.cells import (
@@ -48,6 +48,7 @@ class Experiment(NamedTuple):
       figure: panels of all records.
       report: table of all records, as text.
       compare: whether methods see the same queries, and are compared in pairs.
+      reliability: diagrams of the records that have confidences, or None.
     """
 
     columns: Mapping[str, type]
@@ -56,6 +57,7 @@ class Experiment(NamedTuple):
     figure: Callable[[Sequence[Mapping]], list[Panel] | list[Comparison]]
     report: Callable[[Sequence[Mapping]], str]
     compare: bool = True
+    reliability: Callable[[Sequence[Mapping]], list[Panel]] | None = None
 
 
 ABOUT = {
@@ -144,6 +146,11 @@ def _run(
     spread = " (mean ± standard deviation)"
     draw = functools.partial(figures.draw, parts=experiment.figure(rows), title=title)
     write_file(workdir / "figure.png", draw)
+    diagrams = experiment.reliability(rows) if experiment.reliability else []
+    if diagrams:
+        draw = functools.partial(plotting.panels, parts=diagrams, title=title)
+        write_file(workdir / "reliability.png", draw)
+        written.append("reliability.png")
     if experiment.compare and any(row["method"] == BASELINE for row in rows):
         pairs = records.differences(rows, BASELINE)
         write_table(workdir / "differences.csv", pairs)

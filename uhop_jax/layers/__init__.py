@@ -22,13 +22,19 @@ dropout. The parameters of a kernel are `KernelParam`s, so that
 splits off the parameters that Stage I trains.
 """
 
-from uhop_jax.layers.association import Association, Recall
+from uhop_jax.layers.association import Association
 from uhop_jax.layers.derived import HopfieldLayer, HopfieldPooling
 from uhop_jax.layers.dropout import dropped
-from uhop_jax.layers.features import KernelParam, LinearFeatures, SeparationFeatures
+from uhop_jax.layers.features import (
+    KernelParam,
+    LinearFeatures,
+    ResidualFeatures,
+    SeparationFeatures,
+)
 from uhop_jax.layers.hopfield import Hopfield
 from uhop_jax.layers.inputs import IndexedMemories
 from uhop_jax.layers.learned import BiasPattern, LearnedAlpha
+from uhop_jax.layers.recall import Recall
 from uhop_jax.layers.separated import SeparationLosses, separation_losses
 from uhop_jax.layers.static import StaticHopfield
 from uhop_jax.layers.torch_weights import from_torch
@@ -44,6 +50,7 @@ __all__ = [
     "LearnedAlpha",
     "LinearFeatures",
     "Recall",
+    "ResidualFeatures",
     "SeparationFeatures",
     "SeparationLosses",
     "StaticHopfield",

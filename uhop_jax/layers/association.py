@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from uhop_jax._checks import (
     check_positive,
     check_rate,
 )
-from uhop_jax.layers.blocks import associate_blocks
+from uhop_jax.layers.attention import check_attention, flax_dropped
+from uhop_jax.layers.blocks import DEFAULT_BLOCK, associate_blocks
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.learned import (
     BiasPattern,
@@ -27,44 +28,10 @@ from uhop_jax.layers.learned import (
     with_hashable_leaves,
 )
 from uhop_jax.layers.masks import attention_mask, extended_mask, zero_unless
+from uhop_jax.layers.readout import local_linear
+from uhop_jax.layers.recall import Recall, recall_of_heads
 from uhop_jax.layers.tiles import Rows, stored_rows
-from uhop_jax.model import Model
-from uhop_jax.retrieval import converge, energy, retrieve
 from uhop_jax.separation import Separation, separation_from_name
-
-DEFAULT_BLOCK = 1024  # memories in a block where bags have different lengths
-
-
-class Recall(NamedTuple):
-    """Result of `associate`, of an association or of a layer.
-
-    Attributes:
-      output: `(..., L, out)`, the array that a layer returns; `(..., L, heads, v)` for
-        an `Association`.
-      weights: `(..., heads, L, S)` before dropout; `(..., L, S)` for a static layer. A
-        bias pattern and a zero memory add a column each.
-      energy: energy of the retrieved state for each row of the weights; None if the
-        model has no energy, or energies were not asked for.
-      steps: int32, number of updates for each row of the weights.
-      converged: whether the state of each row reached a fixed point; None if the number
-        of updates is fixed.
-    """
-
-    output: Float[Array, "..."]
-    weights: Float[Array, "*rows S"]
-    energy: Float[Array, "*rows"] | None
-    steps: Int[Array, "*rows"]
-    converged: Bool[Array, "*rows"] | None
-
-
-# The axis of heads in each field of a `Recall`.
-HEAD_AXES: Any = Recall._make((-2, -3, -2, -2, -2))
-
-
-def map_head_axis(recall: Recall, change: Callable[[Array, int], Array]) -> Recall:
-    """The recall with `jnp.squeeze` or `jnp.expand_dims` applied to its heads axis."""
-    fields = zip(recall, HEAD_AXES, strict=True)
-    return Recall._make(x if x is None else change(x, at) for x, at in fields)
 
 
 class Association(nnx.Module):
@@ -92,10 +59,11 @@ class Association(nnx.Module):
       zero_memory: add one memory of zeros, which attracts states that match no other
         memory.
       dropout: share of the weights that is dropped when a call has a key, in `[0, 1)`.
+      ridge: read out by a regression of values on keys with this ridge, see
+        `local_linear`, after one update; None reads out the mean of the values.
       block: number of memories in a block. Keys, values and scores then exist for one
-        block at a time, forward and backward, whatever the number of memories. A call
-        of a layer has first derivatives alone, and `associate`, whose result has all
-        weights, holds all of them. None computes all scores at once.
+        block at a time, forward and backward, and a call of a layer has first
+        derivatives alone. None computes all scores at once, as `associate` does.
       axis_name: mesh axis of `jax.shard_map` over which the memories of a call are
         split, by blocks; every device has the same states, and gets the same output.
       param_dtype: of the factor of `beta`.
@@ -115,6 +83,7 @@ class Association(nnx.Module):
         bias: BiasPattern | None = None,
         zero_memory: bool = False,
         dropout: float = 0.0,
+        ridge: float | None = None,
         block: int | None = None,
         axis_name: str | None = None,
         param_dtype: Any = jnp.float32,
@@ -129,7 +98,14 @@ class Association(nnx.Module):
                     "block needs a fixed number of updates, got until_converged "
                     f"{until_converged} and block {block}"
                 )
-        self.axis_name = axis_name
+        if ridge is not None:
+            check_positive("ridge", ridge)
+            if steps > 1 or block is not None:
+                raise ValueError(
+                    f"ridge needs one update and no block, got steps {steps} and block "
+                    f"{block}"
+                )
+        self.ridge, self.block, self.axis_name = ridge, block, axis_name
         check_rate("dropout", dropout)
         check_floating("param_dtype", param_dtype)
         if isinstance(separation, str):
@@ -155,7 +131,7 @@ class Association(nnx.Module):
             self.log_factor = nnx.Param(jnp.zeros(shape, param_dtype))
         self.steps, self.until_converged = steps, until_converged
         self.bias = nnx.data(bias)
-        self.zero_memory, self.dropout, self.block = zero_memory, float(dropout), block
+        self.zero_memory, self.dropout = zero_memory, float(dropout)
 
     @property
     def own_memories(self) -> int:
@@ -290,7 +266,7 @@ class Association(nnx.Module):
             lengths,
             entries=entries,
             steps=self.steps,
-            block=DEFAULT_BLOCK if self.block is None else self.block,
+            block=self.block or DEFAULT_BLOCK,
             dropout=(self.dropout, key) if self.dropout and key is not None else None,
             axis=self.axis_name,
         )
@@ -349,9 +325,7 @@ class Association(nnx.Module):
         """
         del precision
         if bias is not None:
-            raise ValueError(
-                f"bias must be None, got shape {bias.shape}: use a mask to hide keys"
-            )
+            raise ValueError(f"bias must be None, got shape {bias.shape}: use a mask")
         if self.dropout:
             raise ValueError(
                 "dropout of an association must be 0 in an attention of Flax, which "
@@ -362,20 +336,9 @@ class Association(nnx.Module):
         elif dropout_rng is None:
             raise ValueError("dropout needs a dropout_rng, or deterministic=True")
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        if min(x.ndim for x in (query, key, value)) < 3:
-            raise ValueError(
-                "query must have shape (..., L, heads, d), key and value alike, got "
-                f"{query.shape}, {key.shape} and {value.shape}"
-            )
+        check_attention(query, key, value)
         *batch, L, heads, _ = query.shape
         S, kv_heads = key.shape[-3:-1]
-        shapes = ((*batch, S, kv_heads, query.shape[-1]), (*batch, S, kv_heads))
-        if key.shape != shapes[0] or value.shape[:-1] != shapes[1] or heads % kv_heads:
-            raise ValueError(
-                f"keys and values of queries {query.shape} must agree in all axes but "
-                "their length, their heads divide those of the queries, got "
-                f"{key.shape} and {value.shape}"
-            )
         where = invalid = None
         if mask is not None or is_causal:
             where, invalid = attention_mask(mask, is_causal, (*batch, heads, L, S))
@@ -383,12 +346,7 @@ class Association(nnx.Module):
         def drop(weights: Array) -> Array:
             if dropout_rng is None:
                 return weights
-            shape = weights.shape
-            if broadcast_dropout:
-                shape = (*(1 for _ in shape[:-2]), *shape[-2:])
-            keep = jax.random.bernoulli(dropout_rng, 1 - dropout_rate, shape)
-            kept = weights * jnp.asarray(1 / (1 - dropout_rate), weights.dtype)
-            return jnp.where(keep, kept, jnp.zeros((), weights.dtype))
+            return flax_dropped(weights, dropout_rate, dropout_rng, broadcast_dropout)
 
         keys, values = (
             x if heads == kv_heads else jnp.repeat(x, heads // kv_heads, axis=-2)
@@ -424,7 +382,7 @@ class Association(nnx.Module):
         """The recall of `associate`, with weights after `drop` in the output.
 
         With `shared`, keys and values have no axis of heads; all heads share them, and
-        there are no own memories.
+        there are no own memories and no ridge.
         """
         self.check_heads(query.shape[-2])
         beta = self.current_beta(query.shape[-1] if size is None else size)
@@ -434,63 +392,26 @@ class Association(nnx.Module):
             values = self._extended(values, of_values)
             if where is not None:
                 where = extended_mask(where, self.own_memories)
-        arrays = query, keys, values, beta, where
-        recall = self._over_heads(*arrays, energies, None if shared else -2)
+        recall = recall_of_heads(
+            self.current_separation(),
+            (query, keys, values, beta, where),
+            steps=self.steps,
+            until_converged=self.until_converged,
+            energies=energies,
+            shared=shared,
+        )
         weights = drop(recall.weights)
-        if weights is recall.weights:
+        if weights is recall.weights and self.ridge is None:
             return recall
         if where is not None:  # a weight of zero times NaN is not zero
-            values = zero_unless(jnp.isfinite(values).all(-1), values)
+            finite = jnp.isfinite(keys).all(-1) & jnp.isfinite(values).all(-1)
+            keys, values = zero_unless(finite, keys), zero_unless(finite, values)
+        if self.ridge is not None:
+            output = local_linear(weights, query, keys, values, self.ridge)
+            return recall._replace(output=output)
         rows = "...sv" if shared else "...shv"
         output = jnp.einsum(f"...hls,{rows}->...lhv", weights, values)
         return recall._replace(output=output)
-
-    def _over_heads(
-        self, query, keys, values, beta, where, energies, stored_axis
-    ) -> Recall:
-        """Retrieval of each head; arrays have an axis of heads before and after.
-
-        The axis of keys and values is `stored_axis`, or None if heads share them.
-        """
-        numbers, structure = jax.tree.flatten(self.current_separation())
-
-        def one_head(query, keys, values, beta, numbers, where) -> Recall:
-            separation = jax.tree.unflatten(structure, numbers)
-            model = Model(separation=separation, beta=beta)
-            if self.until_converged:
-                options = {"values": values, "mask": where}
-                end = converge(model, keys, query, max_steps=self.steps, **options)
-                return Recall(
-                    end.pattern, end.weights, end.energy, end.steps, end.converged
-                )
-            options = {"mask": where, "steps": self.steps}
-            state, weights = retrieve(model, keys, query, values=values, **options)
-            of_state = None
-            if energies and model.has_energy:
-                last = retrieve(model, keys, query, **options).state
-                of_state = energy(model, keys, last, mask=where)
-            steps = jnp.full(weights.shape[:-1], self.steps, jnp.int32)
-            return Recall(state, weights, of_state, steps, None)
-
-        masked = where is not None and where.shape[-3] > 1
-        if where is not None and not masked:
-            where = where.squeeze(-3)
-        arguments = (query, keys, values, beta, numbers, where)
-        axes = (
-            *(-2, stored_axis, stored_axis),
-            _head_axis(beta),
-            [_head_axis(x) for x in numbers],
-            -3 if masked else None,
-        )
-        if query.shape[-2] > 1:
-            return jax.vmap(one_head, axes, HEAD_AXES)(*arguments)
-        squeezed = jax.tree.map(
-            lambda axis, x: x if axis is None else x.squeeze(axis),
-            axes,
-            arguments,
-            is_leaf=lambda x: x is None,
-        )
-        return map_head_axis(one_head(*squeezed), jnp.expand_dims)
 
     def _bias_patterns(self) -> tuple[Array | None, Array | None]:
         """Key and value `(heads, size)` of the bias pattern, if there is one."""
@@ -506,8 +427,3 @@ class Association(nnx.Module):
         shape = (*x.shape[:-3], 1, *x.shape[-2:])
         added = [jnp.broadcast_to(pattern, shape) for pattern in added]
         return jnp.concatenate([x, *added], axis=-3) if added else x
-
-
-def _head_axis(x: Array) -> int | None:
-    """The axis of heads of a number of an association; None if all heads share it."""
-    return 0 if x.ndim else None

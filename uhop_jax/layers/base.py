@@ -1,6 +1,7 @@
 """What Hopfield layers share: inputs, norms, and the kernel that Stage I learns."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from uhop_jax._checks import (
     check_floating,
     check_rngs,
 )
-from uhop_jax.layers.association import Association, Recall
+from uhop_jax.contrastive import ContrastiveLoss
+from uhop_jax.layers.association import Association
 from uhop_jax.layers.features import (
     LinearFeatures,
     SeparationFeatures,
@@ -25,8 +27,10 @@ from uhop_jax.layers.features import (
 )
 from uhop_jax.layers.inputs import IndexedMemories, Inputs, Sizes, as_inputs, as_rows
 from uhop_jax.layers.masks import mask_rows
+from uhop_jax.layers.recall import Recall
 from uhop_jax.layers.tiles import Maps, Rows
 
+VIEW = 1  # stream of the views of a call's key, whose dropout hashes the key itself
 Kernel = bool | nnx.Module | Callable[[], nnx.Module]
 
 
@@ -195,9 +199,18 @@ class Layer(nnx.Module):
         return self._separated(*self._normalized(inputs), inputs, states, through)
 
     def _separated(
-        self, state: Array, memories: Array, inputs: Inputs, states: bool, through: bool
+        self,
+        state: Array,
+        memories: Array,
+        inputs: Inputs,
+        states: bool,
+        through: bool,
+        view: Callable[[Array], Array] | None = None,
     ) -> SeparationFeatures:
-        """`separation_features`, from states and memories after the norms."""
+        """`separation_features`, from states and memories after the norms.
+
+        The view, if there is one, corrupts patterns for a `ContrastiveLoss`.
+        """
         patterns, where = memories, inputs.visible
         if states:
             parts = [
@@ -210,10 +223,12 @@ class Layer(nnx.Module):
                 where = jnp.concatenate([valid, where], axis=-1)
         elif where is not None and memories.ndim == 2:
             where = where.any(tuple(range(len(inputs.batch))))
-        features = self.kernel(patterns if through else lax.stop_gradient(patterns))
+        patterns = patterns if through else lax.stop_gradient(patterns)
+        features = self.kernel(patterns)
         if where is not None:
             where = jnp.broadcast_to(where, features.shape[:-1])
-        return SeparationFeatures(features, where)
+        views = None if view is None else self.kernel(view(patterns))
+        return SeparationFeatures(features, where, views)
 
     def _inputs(self, arguments: tuple[Any, ...]) -> Inputs:
         may_be_empty = self.association.own_memories > 0
@@ -234,12 +249,11 @@ class Layer(nnx.Module):
     ) -> Recall:
         inputs = self._inputs(arguments)
         self._check_read(inputs)
-        assert not isinstance(inputs.memories, IndexedMemories)
-        if self.record is not None:
-            self._record(*self._normalized(inputs), inputs)
-        features, memories, read = self._mapped(inputs.memories, inputs.values)
-        state = self._mapped_state(inputs.state)
-        return self._recalled(state, features, memories, read, inputs, key, energies)
+        state, memories = self._normalized(inputs)
+        self._record(state, memories, inputs, key)
+        features, read = self._mapped(memories, inputs.memories, inputs.values)
+        arguments = self._mapped_state(state), features, memories, read, inputs
+        return self._recalled(*arguments, key, energies)
 
     def _by_blocks(self, inputs: Inputs, key: Array | None) -> Array:
         """The output of a call, a block of memories at a time."""
@@ -253,7 +267,7 @@ class Layer(nnx.Module):
                     "separation_losses need memories (..., S, memory_size), got "
                     f"{memories.shape} with lengths or IndexedMemories"
                 )
-            self._record(*self._normalized(inputs), inputs)
+            self._record(*self._normalized(inputs), inputs, key)
         shared = len(memories.shape) == 2
         mask = inputs.mask
         if mask is None or (shared and mask.ndim > 1):
@@ -269,8 +283,11 @@ class Layer(nnx.Module):
             jax.tree.map(lambda x: x.reshape(length, x.shape[-1]), rows),
             mask,
         )
+        state = inputs.state
+        if self.norm_state is not None:
+            state = self.norm_state(state)
         output = self.association.associate_blocks(
-            self._queries(self._mapped_state(inputs.state), inputs.batch),
+            self._queries(self._mapped_state(state), inputs.batch),
             stored,
             () if shared else inputs.batch,
             lengths=inputs.lengths,
@@ -286,38 +303,40 @@ class Layer(nnx.Module):
                 f"{self.sizes.value} and memory_size {self.sizes.memory}"
             )
 
-    def _record(self, state: Array, memories: Array, inputs: Inputs) -> None:
+    def _record(
+        self, state: Array, memories: Array, inputs: Inputs, key: Array | None
+    ) -> None:
         """Keeps the losses of the kernel, while `separation_losses` asks for them."""
-        if self.kernel is not None and self.record is not None:
-            asked = self.record.get_metadata()
-            features = self._separated(
-                state, memories, inputs, asked["states"], asked["through"]
-            )
-            self.record = self.record.extended(features)
+        if self.kernel is None or self.record is None:
+            return
+        asked, view = self.record.get_metadata(), None
+        if isinstance(asked["loss"], ContrastiveLoss):
+            if key is None:
+                raise ValueError(
+                    "key must be a key of jax.random, with which ContrastiveLoss draws "
+                    "views, got None"
+                )
+            view = functools.partial(asked["loss"].view, jax.random.fold_in(key, VIEW))
+        features = self._separated(
+            state, memories, inputs, asked["states"], asked["through"], view
+        )
+        self.record = self.record.extended(features)
 
     def _mapped_state(self, state: Array) -> Array:
-        """Features of states as they come in: the norm, then the kernel."""
-        if self.norm_state is not None:
-            state = self.norm_state(state)
+        """Features of states, from states after the norm."""
         return state if self.kernel is None else self.kernel(state)
 
     def _mapped(
-        self, memories: Array, values: Array | None
-    ) -> tuple[Array, Array, Array]:
-        """Features of memories, the memories after their norm, and what is read out.
+        self, memories: Array, raw: Any, values: Array | None
+    ) -> tuple[Array, Array]:
+        """Features of memories after their norm, and what is read out in their place.
 
-        Memories and values are those of a call: the norm of values acts on them as they
-        come in.
+        Raw memories are the values if there are none; values have their own norm.
         """
         read = memories if values is None else values
-        if self.norm_memory is not None:
-            memories = self.norm_memory(memories)
-        if self.norm_value is not None:
-            read = self.norm_value(read)
-        elif values is None:
-            read = memories
-        mapped = memories if self.kernel is None else self.kernel(memories)
-        return mapped, memories, read
+        if self.norm_value is not None:  # memories are not normalised twice
+            read = self.norm_value(raw if values is None else values)
+        return memories if self.kernel is None else self.kernel(memories), read
 
     # A subclass implements the following.
 
@@ -371,14 +390,7 @@ class _KeysAndValues:
         parameters, made = arguments
         memories, values = rows
         layer = nnx.merge(self.graphdef, parameters)
-        memories = memories if made is None else made(index)
-        return layer._stored(*layer._mapped(memories, values))
-
-
-def feature_size(kernel: nnx.Module, size: int, dtype: Any) -> int:
-    """Dimension of the features of a kernel of patterns of dimension `size`."""
-    function: Any = kernel
-    shape = jax.eval_shape(function, jax.ShapeDtypeStruct((2, size), dtype)).shape
-    if len(shape) != 2:
-        raise ValueError(f"kernel must map (n, {size}) to (n, D), got {shape}")
-    return shape[1]
+        raw = memories if made is None else made(index)
+        memories = raw if layer.norm_memory is None else layer.norm_memory(raw)
+        features, read = layer._mapped(memories, raw, values)
+        return layer._stored(features, memories, read)

@@ -34,6 +34,8 @@ from uhop_jax.streaming._device import (
 from uhop_jax.streaming._passes import average, weights_of_rows
 from uhop_jax.streaming._tiles import Plan, QueryModel
 
+DEFAULT_BLOCK = 1024  # memories in a block where bags have different lengths
+
 
 class Bags(NamedTuple):
     """Windows of the memories.

@@ -7,9 +7,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import as_counts, check_count, check_rngs
-from uhop_jax.layers.association import Recall
 from uhop_jax.layers.base import Layer
 from uhop_jax.layers.inputs import IndexedMemories
+from uhop_jax.layers.recall import Recall
 
 
 class HopfieldPooling(nnx.Module):

@@ -44,10 +44,12 @@ class SeparationFeatures(NamedTuple):
     Attributes:
       features: `(*sets, S, D)`, one row for each pattern.
       where: `(*sets, S)`, true for valid patterns; None if all are.
+      views: features of corrupted views of the patterns, for a `ContrastiveLoss`.
     """
 
     features: Float[Array, "*sets S D"]
     where: Bool[Array, "*sets S"] | None
+    views: Float[Array, "*sets S D"] | None = None
 
 
 class SeparationRecord(nnx.Variable):
@@ -61,10 +63,13 @@ class SeparationRecord(nnx.Variable):
         """The record after one more call."""
         options = self.get_metadata()
         loss = options["loss"]
-        features, where = separated
-        number = features.shape[-2] if where is None else where.sum(-1)
-        value = loss(features, where=where)
-        gap = value - loss.least(number, features.shape[-1]).astype(value.dtype)
+        features, where, views = separated
+        if views is not None:  # of a contrastive loss, whose least value is zero
+            value = gap = loss(features, views, where=where)
+        else:
+            number = features.shape[-2] if where is None else where.sum(-1)
+            value = loss(features, where=where)
+            gap = value - loss.least(number, features.shape[-1]).astype(value.dtype)
         return self.replace((*jax.tree.leaves(self), value.mean(), gap.mean()))
 
 
@@ -127,7 +132,56 @@ class LinearFeatures(nnx.Module):
         features = patterns @ weights
         if self.bias is None:
             return features
-        return features + self.bias[...].astype(features.dtype)
+        bias = self.bias[...].astype(features.dtype)
+        return features + jnp.broadcast_to(bias, features.shape)
+
+
+class ResidualFeatures(nnx.Module):
+    r"""The kernel :math:`\Phi(u) = u + W_2\,\mathrm{gelu}(W_1 u + b)`.
+
+    A linear kernel before :math:`W_Q` and :math:`W_K` is absorbed by them, so that a
+    layer with one has no function that a layer without one lacks. This kernel is not
+    linear. At the start `W_2` is zero, and the layer equals one without a kernel.
+
+    Args:
+      size: dimension of patterns and features.
+      hidden_size: of the hidden layer; `2 * size` by default.
+      dtype: of the computation; None follows inputs and parameters.
+      param_dtype: of the parameters.
+      rngs: for the random start of `W_1`.
+
+    Raises:
+      ValueError: if an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        hidden_size: int | None = None,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_count("size", size, 1)
+        check_sizes(hidden_size=hidden_size)
+        check_rngs(rngs)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        hidden = LinearFeatures(
+            size,
+            hidden_size or 2 * size,
+            start="random",
+            use_bias=True,
+            rngs=rngs,
+            **options,
+        )
+        self.hidden = hidden
+        self.change = LinearFeatures(hidden.feature_size, size, rngs=rngs, **options)
+        self.change.weights[...] = jnp.zeros_like(self.change.weights[...])
+
+    def __call__(self, patterns: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        """Features, one vector for each pattern."""
+        return patterns + self.change(jax.nn.gelu(self.hidden(patterns)))
 
 
 def modules_of(module: nnx.Module) -> list[Any]:
@@ -170,3 +224,12 @@ def as_kernel(module: Any) -> Any:
             "modules), where Stage I finds them"
         )
     return module
+
+
+def feature_size(kernel: nnx.Module, size: int, dtype: Any) -> int:
+    """Dimension of the features of a kernel of patterns of dimension `size`."""
+    function: Any = kernel
+    shape = jax.eval_shape(function, jax.ShapeDtypeStruct((2, size), dtype)).shape
+    if len(shape) != 2:
+        raise ValueError(f"kernel must map (n, {size}) to (n, D), got {shape}")
+    return shape[1]

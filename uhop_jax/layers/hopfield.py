@@ -10,7 +10,8 @@ from jaxtyping import Array
 
 from uhop_jax._checks import check_count, check_sizes, surely_less
 from uhop_jax.layers.association import Association
-from uhop_jax.layers.base import Kernel, Layer, feature_size
+from uhop_jax.layers.base import Kernel, Layer
+from uhop_jax.layers.features import feature_size
 from uhop_jax.layers.inputs import Inputs, Sizes
 from uhop_jax.layers.projections import Initializer, Projections
 
@@ -165,7 +166,8 @@ class Hopfield(Layer):
         maps, association = self.projections, self.association
         if self.sizes.value is None or maps.norm_query is not None:
             return False
-        if association.steps > 1 or association.until_converged:
+        several = association.steps > 1 or association.until_converged
+        if several or association.ridge is not None:
             return False
         separation = association.current_separation()
         if association.own_memories or not (

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from uhop_jax.contrastive import ContrastiveLoss
 from uhop_jax.layers.base import Layer
 from uhop_jax.layers.features import SeparationRecord, modules_of
 from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
@@ -28,7 +29,7 @@ class SeparationLosses(NamedTuple):
 def separation_losses(
     model: nnx.Module,
     *inputs: Any,
-    loss: SeparationLoss = AverageLoss(),
+    loss: SeparationLoss | ContrastiveLoss = AverageLoss(),
     states: bool = False,
     through: bool = False,
     **options: Any,
@@ -42,7 +43,8 @@ def separation_losses(
     Args:
       model: a module with `Hopfield` layers that have a kernel.
       *inputs: positional arguments of the model.
-      loss: the separation loss; its `t` is a number, not an array.
+      loss: a separation loss, or a `ContrastiveLoss`, whose views are drawn by the
+        `key` of the model's call; its `t` is a number, not an array.
       states: take each loss over states and memories together, not over the memories
         alone.
       through: let gradients pass through the memories to the layers before, as the
@@ -57,7 +59,8 @@ def separation_losses(
     Raises:
       ValueError: if no layer has a kernel, or `loss` is no separation loss.
     """
-    check_loss(loss)
+    if not isinstance(loss, ContrastiveLoss):
+        check_loss(loss)
     model = nnx.clone(model)  # the model may be a constant of a trace
     for module in modules_of(model):
         if isinstance(module, Layer) and module.kernel is not None:

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from uhop_jax._checks import check_count, check_sizes
-from uhop_jax.layers.association import Association, map_head_axis
-from uhop_jax.layers.base import Kernel, Layer, feature_size
+from uhop_jax.layers.association import Association
+from uhop_jax.layers.base import Kernel, Layer
+from uhop_jax.layers.features import feature_size
 from uhop_jax.layers.inputs import Sizes
+from uhop_jax.layers.recall import map_head_axis
 
 
 class StaticHopfield(Layer):

@@ -16,6 +16,7 @@ from typing import Any
 
 from uhop_jax._checks import check_choice
 from uhop_jax.separation.base import Separation
+from uhop_jax.separation.density import Epanechnikov, Exponentials
 from uhop_jax.separation.entmax import Entmax, Entmax15, Sparsemax, bounded_alpha
 from uhop_jax.separation.exponential import Softmax, Softmax1
 from uhop_jax.separation.polynomial import Polynomial
@@ -24,6 +25,8 @@ from uhop_jax.separation.top_k import TopK
 __all__ = [
     "Entmax",
     "Entmax15",
+    "Epanechnikov",
+    "Exponentials",
     "Polynomial",
     "Separation",
     "Softmax",

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from uhop_jax import plotting
 from uhop_jax._checks import check_count, check_positive, check_seed
-from uhop_jax.losses import loss_from_name
+from uhop_jax.contrastive import stage_one_loss
 from uhop_jax.training.arms import arm_of
 from uhop_jax.training.cells import AnyCell, directory_name
 from uhop_jax.training.judging import Goal
@@ -67,7 +67,10 @@ class Application(abc.ABC):
         arm, task = arm_of(cell.arm), self.task(cell)
         batch = min(self.config.train.batch_size, task.train.size)
         options = dict(self.config.stage_one)
-        loss = loss_from_name(options.pop("loss"), options.pop("t"))
+        named = options.pop("loss")
+        loss = stage_one_loss(
+            arm.loss or named, options.pop("t"), options.pop("masked")
+        )
         return Trainer(
             task,
             self.optimizer(-(-task.train.size // batch)),

@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from flax import nnx
+
 from uhop_jax._checks import check_choice
+from uhop_jax.layers import LinearFeatures, ResidualFeatures
 from uhop_jax.plotting import Style
 from uhop_jax.separation import Entmax, Separation, separation_from_name
 
@@ -22,6 +25,8 @@ class Arm(NamedTuple):
         kernel with a bias and a random start, a class token among the separated states.
       matched: no kernel, but tokens large enough for at least as many parameters as
         the U-Hop arm has.
+      loss: of Stage I; "" is the loss that the config names.
+      residual: whether the kernel is a residual MLP in place of a linear map.
     """
 
     separation: str
@@ -31,6 +36,8 @@ class Arm(NamedTuple):
     start: str = ""
     reference: bool = False
     matched: bool = False
+    loss: str = ""
+    residual: bool = False
 
 
 def _arms() -> dict[str, Arm]:
@@ -50,6 +57,19 @@ def _arms() -> dict[str, Arm]:
             f"{name} + untrained kernel": Arm(separation, True, start="random"),
             f"{name} + kernel by task": Arm(separation, True, by_task=True),
             f"{name}, matched size": Arm(separation, matched=True),
+            f"{name} + U-Hop, deep loss": Arm(separation, True, "bilevel", loss="deep"),
+            f"{name} + contrastive": Arm(
+                separation, True, "bilevel", loss="contrastive"
+            ),
+            f"{name} + contrastive, then task": Arm(
+                separation, True, "bilevel", True, loss="contrastive"
+            ),
+            f"{name} + residual kernel by task": Arm(
+                separation, True, by_task=True, residual=True
+            ),
+            f"{name} + residual contrastive, then task": Arm(
+                separation, True, "bilevel", True, loss="contrastive", residual=True
+            ),
         }
     return arms
 
@@ -72,7 +92,8 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
 
     A variant has the same colour under every separation. A label of no arm is grey.
     """
-    colors = (0, 6, 7, 8, 3, 9, 4, 2, 1)  # of the variants, in the order of `_arms`
+    # Colors of the variants, in the order of `_arms`.
+    colors = (0, 6, 7, 8, 3, 9, 4, 2, 1, 6, 8, 3, 4, 9)
     looks = {}
     for place, label in enumerate(labels):
         arm = label if label in ARMS else label.rpartition(", ")[0]
@@ -83,6 +104,14 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
         shade, more = (1.0, 0) if label == arm else (0.6, 5)
         looks[label] = Style(colors[number % len(colors)], number + more, shade)
     return looks
+
+
+def features_of(arm: Arm, size: int, **options: Any) -> nnx.Module:
+    """The kernel of an arm, with the options of `LinearFeatures`."""
+    if arm.residual:
+        options.pop("start")
+        return ResidualFeatures(size, **options)
+    return LinearFeatures(size, **options, use_bias=arm.reference)
 
 
 def separation_of(arm: Arm, alpha: float) -> Separation:

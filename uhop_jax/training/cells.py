@@ -68,6 +68,44 @@ class ForecastCell(NamedTuple):
         return f"{name}, {self.label}, seed {self.seed}"
 
 
+class BagCell(NamedTuple):
+    """One model of a study.
+
+    Attributes:
+      arm: name in `ARMS`.
+      beta: inverse temperature; 0 is the default of the layer.
+      dropout: of the weights over instances.
+      fold: number of the fold that tests, from 1; 0 if the set has test bags.
+    """
+
+    arm: str
+    beta: float
+    dropout: float
+    fold: int
+
+    @property
+    def title(self) -> str:
+        title = f"{self.arm}, beta {self.beta:g}" if self.beta else self.arm
+        title += f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{title}, fold {self.fold}" if self.fold else title
+
+
+class RecallCell(NamedTuple):
+    """One model of a study.
+
+    Attributes:
+      arm: name in `ARMS`.
+      pairs: of a key and a value in a sequence.
+    """
+
+    arm: str
+    pairs: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.arm}, {self.pairs} pairs"
+
+
 def directory_name(cell: AnyCell) -> str:
     """A name for the directory of a cell, which no other cell has.
 

@@ -55,11 +55,12 @@ class Data:
             arrays, rows, at = (self._arrays(split), order, first)
             if not resident:
                 (arrays, rows), at = chunk, 0
+            number = epoch * phase.steps + first - at
             if phase.name == "task":
-                number = epoch * phase.steps + first - at
                 state = trainer.advance(state, arrays, rows, at, at + count, number)
             else:
-                state = trainer.separate(state, arrays, rows["stage"], at, at + count)
+                stage = rows["stage"]
+                state = trainer.separate(state, arrays, stage, at, at + count, number)
             first += count
             if not resident and first < phase.steps:  # while the device works
                 chunk = self._gathered(split, order, first)

@@ -15,7 +15,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def write_export(
-    path: Path, function: Callable[..., Array], *arrays: tuple[Sequence[Any], Any]
+    path: Path, function: Callable[[Array], Array], shape: Sequence[int], dtype: Any
 ) -> str:
     """Writes a function of a batch of examples, with its numbers, by `jax.export`.
 
@@ -24,9 +24,9 @@ def write_export(
 
     Args:
       path: file in the directory of a run.
-      function: of one or several arrays.
-      *arrays: shape and dtype of each; names in a shape stand for any size, as in
-        `(("batch", 8, 8, 1), jnp.uint8)`.
+      function: of examples `(batch, *shape)`.
+      shape: of one example.
+      dtype: of an example.
 
     Returns:
       A message that names the file, and what the function takes and returns.
@@ -34,16 +34,12 @@ def write_export(
     Raises:
       ValueError: if the file exists, and the run has not written it.
     """
-    scope = export.SymbolicScope()
-    given = [
-        jax.ShapeDtypeStruct(
-            export.symbolic_shape(", ".join(map(str, shape)), scope=scope), dtype
-        )
-        for shape, dtype in arrays
-    ]
-    exported = export.export(jax.jit(function), platforms=PLATFORMS)(*given)
+    sizes = export.symbolic_shape(", ".join(map(str, ("batch", *shape))))
+    examples = jax.ShapeDtypeStruct(sizes, dtype)
+    exported = export.export(jax.jit(function), platforms=PLATFORMS)(examples)
     data = exported.serialize()
     write_file(path, lambda partial: partial.write_bytes(data))
-    taken = ", ".join(x.str_short() for x in exported.in_avals)
-    (result,) = exported.out_avals
-    return f"written to {path}: a function of {taken} that returns {result.str_short()}"
+    (given,), (result,) = exported.in_avals, exported.out_avals
+    return f"written to {path}: a function of {given.str_short()} that returns " + (
+        result.str_short()
+    )

@@ -9,10 +9,9 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from uhop_jax import data
-from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import STanHop
 from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import arm_of, separation_of
+from uhop_jax.training.arms import arm_of, features_of, separation_of
 from uhop_jax.training.cells import ForecastCell
 from uhop_jax.training.task import Batch, Split
 
@@ -37,9 +36,8 @@ def forecast_model(
 
     def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
         def features() -> nnx.Module:
-            return LinearFeatures(
-                size, start=arm.start or start, dtype=options["dtype"], rngs=rngs
-            )
+            first, dtype = arm.start or start, options["dtype"]
+            return features_of(arm, size, start=first, dtype=dtype, rngs=rngs)
 
         return STanHop(
             series,

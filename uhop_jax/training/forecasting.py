@@ -369,9 +369,9 @@ class Forecasting(Application):
         def forecasts(windows: Array) -> Array:
             return model((windows - mean) / deviation, **plugged) * deviation + mean
 
-        shape = "batch", cell.window, len(series.names)
+        shape = cell.window, len(series.names)
         path = _file(directory, cell, FILE)
-        return write_export(path, forecasts, (shape, jnp.float32))
+        return write_export(path, forecasts, shape, jnp.float32)
 
     def _forecasts(
         self,

@@ -8,10 +8,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
-from uhop_jax.layers import Association, LearnedAlpha, LinearFeatures
+from uhop_jax.layers import Association, LearnedAlpha
 from uhop_jax.models import ViH, VisionHopfield
 from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import arm_of, separation_of
+from uhop_jax.training.arms import arm_of, features_of, separation_of
 from uhop_jax.training.cells import ImageCell
 
 MODELS = ("vih", "transformer")
@@ -49,13 +49,8 @@ def image_model(
 
     def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
         def features() -> nnx.Module:
-            return LinearFeatures(
-                size,
-                start=arm.start or start,
-                use_bias=arm.reference,
-                dtype=dtype,
-                rngs=rngs,
-            )
+            first = arm.start or start
+            return features_of(arm, size, start=first, dtype=dtype, rngs=rngs)
 
         return kind(
             image_shape,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from uhop_jax.contrastive import ContrastiveLoss
 from uhop_jax.layers import separation_losses
 from uhop_jax.training.task import SEPARATIONS, StageOneOptions, TrainState
 
@@ -18,6 +19,7 @@ def separation_step(
     inputs: tuple,
     states: bool,
     through: bool,
+    key: Array,
 ) -> TrainState:
     """One SGD step on the separation losses of all layers [algo:bi-level].
 
@@ -28,7 +30,10 @@ def separation_step(
       inputs: arguments of the model.
       states: whether states are separated from memories too.
       through: whether all parameters move, not only kernels.
+      key: with which a contrastive loss draws its views.
     """
+    contrastive = isinstance(options.loss, ContrastiveLoss)
+    drawn: dict[str, Any] = {"key": key} if contrastive else {}
 
     def loss(learned: Any) -> tuple[Array, Array]:
         kernels, rest = learned if through else (learned, state.rest)
@@ -39,6 +44,7 @@ def separation_step(
             loss=options.loss,
             states=states,
             through=through,
+            **drawn,
         )
         return losses.loss.mean(), losses.gap.mean()
 

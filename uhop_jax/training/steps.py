@@ -5,6 +5,7 @@ one program. Random numbers come from the seed and the number of the step, never
 state, so that a run continued from any step is the run that was never interrupted.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from uhop_jax.training.task import (
 )
 
 # Streams of random numbers of a seed.
-INIT, ORDER, STAGE_ONE, TASK, DRAW = range(5)
+INIT, ORDER, STAGE_ONE, TASK, DRAW, VIEWS = range(6)
 
 
 def jitted(**options: Any) -> Callable[[Callable], Any]:
@@ -114,6 +115,27 @@ class Trainer:
             raise ValueError(
                 f"stage_one.schedule {stage_one.schedule!r} needs a model with kernels"
             )
+
+    def on(self, task: Task) -> "Trainer":
+        """The trainer of another task that differs in its examples alone.
+
+        Both share their compiled programs, which hold no examples.
+
+        Args:
+          task: a task with the same model and loss, and as many examples to train on;
+            a split has the same `take`.
+
+        Raises:
+          ValueError: if the numbers of examples differ.
+        """
+        if task.train.size != self.task.train.size:
+            raise ValueError(
+                f"programs are of {self.task.train.size} examples to train on, got "
+                f"{task.train.size}"
+            )
+        other = copy.copy(self)
+        other.task = task
+        return other
 
     # Placement
 
@@ -236,16 +258,24 @@ class Trainer:
 
     @jitted(donate_argnums=0)
     def separate(
-        self, state: TrainState, arrays: Any, order: Array, first: Array, last: Array
+        self,
+        state: TrainState,
+        arrays: Any,
+        order: Array,
+        first: Array,
+        last: Array,
+        offset: Array,
     ) -> TrainState:
-        """Steps `first` to `last` of Stage I alone."""
+        """Steps `first` to `last` of Stage I alone, the first step number `offset`."""
         through = self.stage_one.schedule == "reference"
 
-        def one(state: TrainState, rows: Array) -> TrainState:
-            return self._separation_step(state, arrays, rows, through)
+        def one(state: TrainState, rows: Array, key: Array, number: Array):
+            key = jax.random.fold_in(jax.random.fold_in(key, VIEWS), number)
+            return self._separation_step(state, arrays, rows, through, key)
 
         def body(i: Array, state: TrainState) -> TrainState:
-            return self._over_seeds(one, (0, 0))(state, order[:, i])
+            step = self._over_seeds(one, (0, 0, 0, None))
+            return step(state, order[:, i], self.keys, offset + i)
 
         return lax.fori_loop(first, last, body, state)
 
@@ -339,13 +369,15 @@ class Trainer:
         """Algorithm 2 [algo:bi-level]: Stage I on the kernels, then the task."""
         if self.stage_one.schedule == "bilevel":
             batches = rows["stage"].reshape(self.stage_one.steps, self.stage_batch)
+            views = jax.random.fold_in(jax.random.fold_in(key, VIEWS), number)
+            keys = jax.random.split(views, self.stage_one.steps)
             state, _ = lax.scan(
-                lambda state, index: (
-                    self._separation_step(state, arrays, index, False),
+                lambda state, x: (
+                    self._separation_step(state, arrays, x[0], False, x[1]),
                     None,
                 ),
                 state,
-                batches,
+                (batches, keys),
             )
         key = jax.random.fold_in(jax.random.fold_in(key, TASK), number)
         keys = jax.random.split(key)
@@ -384,11 +416,11 @@ class Trainer:
         return (place < self.task.train.size).astype(jnp.float32)
 
     def _separation_step(
-        self, state: TrainState, arrays: Any, index: Array, through: bool
+        self, state: TrainState, arrays: Any, index: Array, through: bool, key: Array
     ) -> TrainState:
         """One step of Stage I on some examples."""
         inputs = self.task.inputs(self._take(self.task.train.take, arrays, index))
         states = self.task.separate_states
         return separation_step(
-            self.graphdef, self.stage_one, state, inputs, states, through
+            self.graphdef, self.stage_one, state, inputs, states, through, key
         )

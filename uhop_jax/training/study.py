@@ -15,22 +15,31 @@ from uhop_jax import workdir as workdirs
 from uhop_jax._files import user_path
 from uhop_jax.command_line import check_config, cost, start_distributed
 from uhop_jax.training.application import Application, Rows
+from uhop_jax.training.bags import BagClassification
 from uhop_jax.training.cells import AnyCell
 from uhop_jax.training.examples import Data
 from uhop_jax.training.forecasting import Forecasting
+from uhop_jax.training.recall import Recall
 from uhop_jax.training.run import Options, best_state, train
 from uhop_jax.training.vision import Vision
 
 APPLICATIONS: dict[str, type[Application]] = {
     "vision": Vision,
     "forecasting": Forecasting,
+    "bags": BagClassification,
+    "recall": Recall,
 }
 # Files of `configs/` by task.
-CONFIGS = {"vision": "vision", "forecasting": "time_series"}
+CONFIGS = {
+    "vision": "vision",
+    "forecasting": "time_series",
+    "bags": "bags",
+    "recall": "recall",
+}
 
 
 def train_and_evaluate(config: ConfigDict, workdir: Path) -> None:
-    """Trains every cell of a config of `configs/vision.py` or `configs/time_series.py`.
+    """Trains every cell of a config of `configs/` with a task.
 
     Each cell is a run with its own directory (`workdir` itself for a single run):
     config, `metrics.csv`, `curves.png`, TensorBoard events, checkpoints. A finished run

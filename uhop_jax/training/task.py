@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax.contrastive import ContrastiveLoss
 from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
 
 SCHEDULES = ("none", "bilevel", "warmup", "reference")
@@ -87,7 +88,7 @@ class StageOneOptions(NamedTuple):
       epochs: of the schedules `warmup` and `reference`.
       batch_size: `B_1`, memory sets in a step.
       learning_rate: of SGD.
-      loss: the separation loss.
+      loss: the separation loss, or a contrastive one.
       by_task: whether the task moves the kernels too.
     """
 
@@ -96,13 +97,14 @@ class StageOneOptions(NamedTuple):
     epochs: int = 1
     batch_size: int = 128
     learning_rate: float = 0.1
-    loss: SeparationLoss = AverageLoss()
+    loss: SeparationLoss | ContrastiveLoss = AverageLoss()
     by_task: bool = False
 
     def check(self) -> None:
         """Raises `ValueError` if a value is out of range."""
         check_choice("stage_one.schedule", self.schedule, SCHEDULES)
-        check_loss(self.loss)
+        if not isinstance(self.loss, ContrastiveLoss):
+            check_loss(self.loss)
         check_count("stage_one.steps", self.steps, 1)
         check_count("stage_one.epochs", self.epochs, 1)
         check_count("stage_one.batch_size", self.batch_size, 1)

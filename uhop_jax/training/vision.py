@@ -249,8 +249,8 @@ class Vision(Application):
         """Writes a function from images, with white at 255, to probabilities."""
         del cell
         train, function = self.images["train"], self._function(trainer, state)
-        shape = "batch", *train.raw.shape[1:]
-        text = write_export(directory / FILE, function, (shape, jnp.uint8))
+        shape = train.raw.shape[1:]
+        text = write_export(directory / FILE, function, shape, jnp.uint8)
         return text + f"; classes {', '.join(train.classes)}" * bool(train.classes)
 
     def _function(

@@ -1,0 +1,139 @@
+"""Published rivals of calibration, each at its best setting on the scored queries."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, PRNGKeyArray
+
+from uhop_jax._products import weigh
+from uhop_jax.closed_form import fit_values
+from uhop_jax.corruption import Mask
+from uhop_jax.footprint import fit_footprint
+from uhop_jax.model import Model
+from uhop_jax.separation import Epanechnikov, Exponentials, Softmax
+from uhop_jax.similarity import NegativeSquaredL2
+from uhop_jax.trials import beta_grid, sweep_errors
+
+LSR, REGRESSION = "LSR", "kernel regression"
+SELF_MADE, LABELLED = "A-Hop, self-made pairs", "A-Hop, labelled pairs"
+RIVALS = {
+    LSR: "the memories within a radius (log-sum-ReLU, Epanechnikov)",
+    REGRESSION: "Gaussian kernel ridge regression of the memories on themselves",
+    SELF_MADE: "footprints read out as learned from copies with half of them masked",
+    LABELLED: "footprints read out as learned from copies corrupted as queries are",
+}
+ASSUMED = Mask(0.5)  # what the maker of self-made pairs takes for the corruption
+RADII = 40  # of LSR
+RIDGES = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
+WIDTHS = (0.03, 30.0, 12)  # of regression, as `sharpness` in `beta_grid`
+
+
+def rival_scores(
+    names: tuple[str, ...],
+    key: PRNGKeyArray,
+    memories: Array,
+    query: Array,
+    target: np.ndarray,
+    corruption: Callable[[PRNGKeyArray, Array], Any],
+    timed: Any,
+) -> dict[str, tuple[str, dict[str, float]]]:
+    """Setting and scores of each rival, after one update.
+
+    Args:
+      names: some of `RIVALS`.
+      key: random key, for the pairs that A-Hop learns from.
+      memories: stored patterns `(M, d)`.
+      query: corrupted patterns `(Q, d)`.
+      target: the memory of each query.
+      corruption: how the queries were made; labelled pairs are made so too.
+      timed: calls a function and keeps its time under a name.
+    """
+    about = memories, query, jnp.asarray(target)
+    scores: dict[str, tuple[str, dict[str, float]]] = {}
+    if LSR in names:
+        errors, betas = timed(LSR, _by_radius, *about)
+        scores[LSR] = _best(errors, betas, ("equal weights", "weights of the kernel"))
+    if REGRESSION in names:
+        errors, betas = timed(REGRESSION, _by_width, *about)
+        scores[REGRESSION] = _best(errors, betas, [f"ridge {x:g}" for x in RIDGES])
+    pairs = {SELF_MADE: ASSUMED, LABELLED: corruption}
+    learned = [name for name in pairs if name in names]
+    footprints = [
+        timed("A-Hop", fit_footprint, key, memories, pairs[name]) for name in learned
+    ]
+    if footprints:
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *footprints)
+        errors, betas = timed("A-Hop", _by_footprint, stacked, *about)
+        for i, name in enumerate(learned):
+            scores[name] = _best(errors[i : i + 1], betas[i], [""])
+    return scores
+
+
+def _best(errors: Array, betas: Array, settings: Any) -> tuple[str, dict[str, float]]:
+    """The setting of the least error in `errors (settings, betas)`, and its scores."""
+    means = np.asarray(errors)
+    i, j = np.unravel_index(int(np.nanargmin(means)), means.shape)
+    scores = {"error": float(means[i, j]), "beta": float(betas[j])}
+    return settings[int(i)], scores
+
+
+@jax.jit
+def _by_radius(memories: Array, query: Array, target: Array) -> tuple[Array, Array]:
+    """Errors of LSR `(2, radii)` by its degree, and the inverse temperatures."""
+    overlaps = NegativeSquaredL2()(memories, query)
+    # Radii from the nearest memory of any query to the middle of all distances.
+    far = -jnp.median(overlaps)
+    near = jnp.clip(-overlaps.max(), 1e-4 * far, far)
+    steps = jnp.linspace(0, 1, RADII, dtype=overlaps.dtype)
+    betas = 2 / (near * (1.01 * far / near) ** steps)
+
+    def errors(degree: int) -> Array:
+        separation = Epanechnikov(degree)
+        return sweep_errors(memories, overlaps, target, separation.tempered, betas)
+
+    return jnp.stack([errors(0), errors(1)]), betas
+
+
+@jax.jit
+def _by_width(memories: Array, query: Array, target: Array) -> tuple[Array, Array]:
+    """Errors of regression `(ridges, widths)`, and the inverse temperatures.
+
+    Patterns are clamped to the range of the memories, which they may leave.
+    """
+    overlaps = NegativeSquaredL2()(memories, query)
+    betas = beta_grid(overlaps, WIDTHS)[1:]
+    ridges = jnp.asarray(RIDGES, memories.dtype)
+    low, high = memories.min(), memories.max()
+
+    def error(beta: Array, ridge: Array) -> Array:
+        model = Model(NegativeSquaredL2(), Exponentials(), beta=beta)
+        values = fit_values(model, memories, ridge=ridge)
+        state = jnp.clip(weigh(model.weights(overlaps), values), low, high)
+        return ((state - memories[target]) ** 2).sum(-1).mean()
+
+    def at_ridge(ridge: Array) -> Array:
+        return lax.map(lambda beta: error(beta, ridge), betas)
+
+    return lax.map(at_ridge, ridges), betas
+
+
+@jax.jit
+def _by_footprint(
+    footprints: Any, memories: Array, query: Array, target: Array
+) -> tuple[Array, Array]:
+    """Errors and inverse temperatures `(footprints, betas)`.
+
+    Components are sorted once for all footprints: the order does not depend on them.
+    """
+    overlaps = jax.vmap(lambda footprint: footprint(memories, query))(footprints)
+
+    def one(overlaps: Array) -> tuple[Array, Array]:
+        betas = beta_grid(overlaps)
+        weights = Softmax().tempered
+        return sweep_errors(memories, overlaps, target, weights, betas), betas
+
+    return lax.map(one, overlaps)

@@ -1,0 +1,110 @@
+"""What a layer recalls: outputs, weights, energies, convergence."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from uhop_jax.model import Model
+from uhop_jax.retrieval import converge, energy, retrieve
+from uhop_jax.separation import Separation
+
+
+class Recall(NamedTuple):
+    """Result of `associate`, of an association or of a layer.
+
+    Attributes:
+      output: `(..., L, out)`, the array that a layer returns; `(..., L, heads, v)` for
+        an `Association`.
+      weights: `(..., heads, L, S)` before dropout; `(..., L, S)` for a static layer. A
+        bias pattern and a zero memory add a column each.
+      energy: energy of the retrieved state for each row of the weights; None if the
+        model has no energy, or energies were not asked for.
+      steps: int32, number of updates for each row of the weights.
+      converged: whether the state of each row reached a fixed point; None if the number
+        of updates is fixed.
+    """
+
+    output: Float[Array, "..."]
+    weights: Float[Array, "*rows S"]
+    energy: Float[Array, "*rows"] | None
+    steps: Int[Array, "*rows"]
+    converged: Bool[Array, "*rows"] | None
+
+
+# The axis of heads in each field of a `Recall`.
+HEAD_AXES: Any = Recall._make((-2, -3, -2, -2, -2))
+
+
+def map_head_axis(recall: Recall, change: Callable[[Array, int], Array]) -> Recall:
+    """The recall with `jnp.squeeze` or `jnp.expand_dims` applied to its heads axis."""
+    fields = zip(recall, HEAD_AXES, strict=True)
+    return Recall._make(x if x is None else change(x, at) for x, at in fields)
+
+
+def recall_of_heads(
+    separation: Separation,
+    arrays: tuple[Array, Array, Array, Array, Array | None],
+    *,
+    steps: int,
+    until_converged: bool,
+    energies: bool,
+    shared: bool = False,
+) -> Recall:
+    """Retrieval of each head; arrays have an axis of heads before and after.
+
+    Args:
+      separation: its numbers have shape `(heads,)` or none.
+      arrays: queries `(..., L, heads, d)`, keys, values, `beta` and mask.
+      steps: number of updates.
+      until_converged: whether the updates end when the state has converged.
+      energies: whether the result has energies.
+      shared: whether all heads share keys and values, which then lack their axis.
+    """
+    query, keys, values, beta, where = arrays
+    numbers, structure = jax.tree.flatten(separation)
+
+    def one_head(query, keys, values, beta, numbers, where) -> Recall:
+        separation = jax.tree.unflatten(structure, numbers)
+        model = Model(separation=separation, beta=beta)
+        if until_converged:
+            options = {"values": values, "mask": where}
+            end = converge(model, keys, query, max_steps=steps, **options)
+            return Recall(
+                end.pattern, end.weights, end.energy, end.steps, end.converged
+            )
+        options = {"mask": where, "steps": steps}
+        state, weights = retrieve(model, keys, query, values=values, **options)
+        of_state = None
+        if energies and model.has_energy:
+            last = retrieve(model, keys, query, **options).state
+            of_state = energy(model, keys, last, mask=where)
+        number = jnp.full(weights.shape[:-1], steps, jnp.int32)
+        return Recall(state, weights, of_state, number, None)
+
+    masked = where is not None and where.shape[-3] > 1
+    if where is not None and not masked:
+        where = where.squeeze(-3)
+    arguments = (query, keys, values, beta, numbers, where)
+    axes = (
+        *((-2, None, None) if shared else (-2, -2, -2)),
+        _head_axis(beta),
+        [_head_axis(x) for x in numbers],
+        -3 if masked else None,
+    )
+    if query.shape[-2] > 1:
+        return jax.vmap(one_head, axes, HEAD_AXES)(*arguments)
+    squeezed = jax.tree.map(
+        lambda axis, x: x if axis is None else x.squeeze(axis),
+        axes,
+        arguments,
+        is_leaf=lambda x: x is None,
+    )
+    return map_head_axis(one_head(*squeezed), jnp.expand_dims)
+
+
+def _head_axis(x: Array) -> int | None:
+    """The axis of heads of a number of an association; None if all heads share it."""
+    return 0 if x.ndim else None

@@ -1,0 +1,66 @@
+"""Classifiers of bags of the arms: functions that build them from a config."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from uhop_jax._checks import check_choice
+from uhop_jax.layers import Association, LearnedAlpha
+from uhop_jax.models import BagClassifier
+from uhop_jax.training.application import with_matched_size
+from uhop_jax.training.arms import arm_of, features_of, separation_of
+from uhop_jax.training.cells import BagCell
+from uhop_jax.training.image_model import DTYPES
+
+
+def bag_model(
+    config: ConfigDict, cell: BagCell, features: int
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    """A function that builds the model of a cell.
+
+    Args:
+      config: as `configs/bags.py` makes it.
+      cell: arm, beta and dropout.
+      features: of an instance.
+
+    Raises:
+      ValueError: if a value is out of range.
+    """
+    arm, options = arm_of(cell.arm), dict(config.model)
+    check_choice("model.dtype", options["dtype"], DTYPES)
+    options["dtype"] = jnp.dtype(options["dtype"])
+    options["normalize"] = tuple(options["normalize"])
+    options["head_size"] = options["head_size"] or None
+    separation = separation_of(arm, options.pop("alpha"))
+    retrieval = {"steps": options.pop("steps"), "dropout": cell.dropout}
+    retrieval["beta"] = cell.beta or None
+    del options["beta"], options["dropout"]
+    start, size = options.pop("kernel_start"), options.pop("size")
+
+    def association() -> Association:
+        learned = arm.separation == "learned"
+        return Association(
+            LearnedAlpha(separation) if learned else separation, **retrieval
+        )
+
+    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
+        def kernel_map() -> nnx.Module:
+            first, dtype = arm.start or start, options["dtype"]
+            width = size or features
+            return features_of(arm, width, start=first, dtype=dtype, rngs=rngs)
+
+        return BagClassifier(
+            features,
+            size=size,
+            association=association,
+            kernel=kernel_map if kernel else False,
+            rngs=rngs,
+            **options,
+        )
+
+    heads = options["num_heads"]
+    return with_matched_size(
+        with_size, size, heads, matched=arm.matched, kernel=arm.kernel
+    )

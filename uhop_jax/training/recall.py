@@ -1,0 +1,218 @@
+"""Associative recall: sequences, model, loss and files of a config."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Int
+from ml_collections import ConfigDict
+
+from uhop_jax import plotting, records
+from uhop_jax._checks import check_choice, check_count, check_named
+from uhop_jax.layers import Association, LearnedAlpha
+from uhop_jax.models import SequenceModel
+from uhop_jax.training.application import Application, Rows, with_matched_size
+from uhop_jax.training.arms import arm_of, features_of, separation_of, styles
+from uhop_jax.training.cells import RecallCell
+from uhop_jax.training.exporting import FILE, write_export
+from uhop_jax.training.image_model import DTYPES
+from uhop_jax.training.judging import Goal
+from uhop_jax.training.steps import Trainer
+from uhop_jax.training.task import SEPARATIONS, Batch, Split, Task, TrainState
+
+SCORES = ("test_accuracy", "test_loss")
+DRAW = 20_231  # seed of all sequences
+
+
+class Recall(Application):
+    """Studies of `configs/recall.py`: arms and numbers of pairs."""
+
+    free = (*Application.free, "pairs")
+
+    def __init__(self, config: ConfigDict, workdir: Path = Path()):
+        super().__init__(config, workdir)
+        check_count("data.vocabulary", config.data.vocabulary, 1)
+        check_count("data.test_sequences", config.data.test_sequences, 1)
+        check_count("train.sequences", config.train.sequences, 1)
+        for pairs in config.pairs:
+            check_count("pairs", pairs, 1, config.data.vocabulary)
+        for arm in config.arms:
+            if arm_of(arm).reference:
+                raise ValueError(f"arm {arm!r} is of the authors' image code")
+
+    def read(self, cell: Any) -> dict[str, Any]:
+        del cell
+        return {}
+
+    @property
+    def title(self) -> str:
+        number = len(self.config.seeds)
+        return f"associative recall, {number} seed{'s' * (number > 1)}"
+
+    def cells(self) -> list[RecallCell]:
+        check_named(arms=self.config.arms, pairs=self.config.pairs)
+        both = itertools.product(self.config.arms, map(int, self.config.pairs))
+        return [RecallCell(*x) for x in both]
+
+    def task(self, cell: Any) -> Task:
+        keys, pairs = int(self.config.data.vocabulary), cell.pairs
+
+        def take(arrays: Mapping[str, Any], index: Array) -> Batch:
+            return jax.vmap(lambda n: sequence(n, pairs, keys))(arrays["number"][index])
+
+        def split(first: int, size: int) -> Split:
+            number = np.arange(first, first + size, dtype=np.int32)
+            return Split({"number": number}, size, take)
+
+        def score(model: Any, batch: Batch, key: Array | None) -> dict[str, Array]:
+            asked = model(batch["tokens"], key=key)[..., pairs:, :]
+            logits = asked.astype(jnp.float32)
+            values = batch["values"]
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, values)
+            hits = (logits.argmax(-1) == values).astype(jnp.float32)
+            return {"loss": loss.mean(-1), "accuracy": hits.mean(-1)}
+
+        def fresh(batch: Batch, key: Array) -> Batch:
+            """Sequences that no other step has."""
+            number = jax.random.randint(key, batch["values"].shape[:1], 0, 2**30)
+            return jax.vmap(lambda n: sequence(n, pairs, keys))(-1 - number)
+
+        return Task(
+            sequence_model(self.config, cell),
+            score,
+            lambda batch: (batch["tokens"],),
+            fresh,
+            split(0, int(self.config.train.sequences)),
+            split(2**30, int(self.config.data.test_sequences)),
+        )
+
+    def optimizer(self, steps: int) -> optax.GradientTransformation:
+        options = self.config.train
+        rate = optax.cosine_decay_schedule(
+            options.learning_rate, steps * options.epochs
+        )
+        return optax.adam(rate)
+
+    def goal(self) -> Goal:
+        options = self.config.train
+        return Goal(options.epochs, "loss", True, options.patience or None)
+
+    def summary(
+        self, cell: Any, trainer: Trainer, history: Rows, directory: Path
+    ) -> Rows:
+        del directory
+        epochs = [row for row in history if row["phase"] == "task"]
+        rows = []
+        for seed in trainer.seeds:
+            last = [row for row in epochs if row["seed"] == seed][-1]
+            row = {"data": "recall", **cell._asdict(), "seed": seed}
+            row |= {"parameters": trainer.parameters}
+            rows.append(row | {name: last[name] for name in (*SCORES, *SEPARATIONS)})
+        return rows
+
+    def report(self, rows: Rows) -> str:
+        lines = [["pairs", "arm", "parameters", "seeds", "accuracy %"]]
+        for (pairs, arm), group in records.grouped(rows, ("pairs", "arm")).items():
+            sample = [100 * row["test_accuracy"] for row in group]
+            spread = f" ± {records.half_width(sample):.1f}" * (len(sample) > 1)
+            about = [str(pairs), arm, f"{group[0]['parameters']:,}", str(len(group))]
+            lines.append([*about, f"{np.mean(sample):.1f}{spread}"])
+        return f"{records.aligned(lines)}\n± half of the 95 % interval over seeds"
+
+    def figures(
+        self, histories: Mapping[Any, Rows], rows: Rows
+    ) -> Mapping[str, Sequence[plotting.Panel]]:
+        """Accuracy by epoch, for each number of pairs."""
+        del rows
+        parts = []
+        for pairs in self.config.pairs:
+            long = [
+                dict(row, arm=cell.arm)
+                for cell, history in histories.items()
+                for row in history
+                if cell.pairs == pairs and row["phase"] == "task"
+            ]
+            curves = records.curves(long, "epoch", "test_accuracy", "arm")
+            about = (f"{pairs} pairs", curves, "epoch", "test accuracy")
+            parts.append(plotting.Panel(*about, styles=styles(curves)))
+        return {"figure.png": parts}
+
+    def predict(
+        self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        raise ValueError("predict: sequences of recall are generated, no file is read")
+
+    def export(
+        self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
+    ) -> str:
+        """Writes a function from sequences of tokens to logits."""
+        model = trainer.model_on_host(state)
+        shape = (2 * cell.pairs, 2)
+        return write_export(directory / FILE, model, shape, jnp.int32)
+
+
+def sequence(
+    number: Int[Array, ""], pairs: int, keys: int
+) -> dict[str, Int[Array, "..."]]:
+    """The positions `(2 pairs, 2)` of a sequence, and the `values (pairs,)` asked.
+
+    A position has two tokens: a key, from 0 on, and a value, from `keys` on. Where the
+    value is asked the second token is `2 keys`.
+    """
+    key = jax.random.fold_in(jax.random.key(DRAW), number)
+    of_keys, of_values, of_order = jax.random.split(key, 3)
+    own = jax.random.permutation(of_keys, keys)[:pairs].astype(jnp.int32)
+    values = keys + jax.random.randint(of_values, (pairs,), 0, keys, jnp.int32)
+    order = jax.random.permutation(of_order, pairs)
+    stored = jnp.stack([own, values], axis=-1)
+    asked = jnp.stack([own[order], jnp.full_like(own, 2 * keys)], axis=-1)
+    return {"tokens": jnp.concatenate([stored, asked]), "values": values[order]}
+
+
+def sequence_model(
+    config: ConfigDict, cell: RecallCell
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    """A function that builds the model of a cell.
+
+    Raises:
+      ValueError: if a value is out of range.
+    """
+    arm, options = arm_of(cell.arm), dict(config.model)
+    check_choice("model.dtype", options["dtype"], DTYPES)
+    dtype = options["dtype"] = jnp.dtype(options["dtype"])
+    separation = separation_of(arm, options.pop("alpha"))
+    retrieval = {name: options.pop(name) for name in ("beta", "steps", "dropout")}
+    retrieval["beta"] = retrieval["beta"] or None
+    start, size = options.pop("kernel_start"), options.pop("size")
+
+    def association() -> Association:
+        learned = arm.separation == "learned"
+        return Association(
+            LearnedAlpha(separation) if learned else separation, **retrieval
+        )
+
+    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
+        def kernel_map() -> nnx.Module:
+            first = arm.start or start
+            return features_of(arm, size, start=first, dtype=dtype, rngs=rngs)
+
+        return SequenceModel(
+            2 * int(config.data.vocabulary) + 1,
+            2 * cell.pairs,
+            size=size,
+            association=association,
+            kernel=kernel_map if kernel else False,
+            rngs=rngs,
+            **options,
+        )
+
+    heads = options["num_heads"]
+    return with_matched_size(
+        with_size, size, heads, matched=arm.matched, kernel=arm.kernel
+    )
