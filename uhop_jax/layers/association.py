@@ -171,24 +171,28 @@ class Association(nnx.Module):
     def associate(
         self,
         query: Float[Array, "*batch L heads d"],
-        keys: Float[Array, "*sets S heads d"],
-        values: Float[Array, "*sets S heads v"],
+        keys: Float[Array, "..."],
+        values: Float[Array, "..."],
         *,
         where: Bool[Array, "..."] | None = None,
         key: Array | None = None,
         size: int | None = None,
         energies: bool = True,
+        shared: bool = False,
     ) -> Recall:
         """Retrieves the average of the associated values for each query.
 
         Args:
           query: states of each head.
-          keys: memories of each head; all queries share them if they lack the batch.
-          values: what the last weights of each head average.
+          keys: memories `(*batch, S, heads, d)`; all queries share them if they lack
+            the batch.
+          values: `(*batch, S, heads, v)`, which the last weights of each head average.
           where: `(*batch, 1 or heads, L, S)`, true where a query may see a memory.
           key: key of `jax.random` for dropout; None switches dropout off.
           size: the default `beta` is `1 / sqrt(size)`; `d` by default.
           energies: whether the result has energies.
+          shared: keys and values have no axis of heads: all heads share them. There are
+            then no own memories and no ridge.
 
         Returns:
           `Recall` with the output `(*batch, L, heads, v)`. A query that may see no
@@ -201,28 +205,8 @@ class Association(nnx.Module):
         if key is not None:
             check_key(key)
         drop = lambda weights: self.dropped(weights, key)  # noqa: E731
-        return self._recalled(query, keys, values, where, drop, size, energies)
-
-    def associate_shared(
-        self,
-        query: Float[Array, "*batch L heads d"],
-        keys: Float[Array, "*sets S d"],
-        values: Float[Array, "*sets S v"],
-        *,
-        where: Bool[Array, "..."] | None = None,
-        key: Array | None = None,
-        size: int | None = None,
-    ) -> Recall:
-        """As `associate` without energies, with keys and values that all heads share.
-
-        Raises:
-          ValueError: as `associate`.
-        """
-        if key is not None:
-            check_key(key)
-        drop = lambda weights: self.dropped(weights, key)  # noqa: E731
-        options = where, drop, size, False
-        return self._recalled(query, keys, values, *options, shared=True)
+        options = where, drop, size, energies
+        return self._recalled(query, keys, values, *options, shared=shared)
 
     def associate_blocks(
         self,
@@ -379,11 +363,7 @@ class Association(nnx.Module):
         *,
         shared: bool = False,
     ) -> Recall:
-        """The recall of `associate`, with weights after `drop` in the output.
-
-        With `shared`, keys and values have no axis of heads; all heads share them, and
-        there are no own memories and no ridge.
-        """
+        """The recall of `associate`, with weights after `drop` in the output."""
         self.check_heads(query.shape[-2])
         beta = self.current_beta(query.shape[-1] if size is None else size)
         if not shared:

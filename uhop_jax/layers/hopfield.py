@@ -123,13 +123,15 @@ class Hopfield(Layer):
         maps, association = self.projections, self.association
         if not energies and self._reads_memories(mapped, inputs):
             query = maps.pulled_back(maps.query(state))
-            recall = association.associate_shared(
+            recall = association.associate(
                 jnp.broadcast_to(query, (*inputs.batch, *query.shape[-3:])),
                 mapped,
                 read,
                 where=inputs.where,
                 key=key,
                 size=maps.query.kernel.shape[-1],
+                energies=False,
+                shared=True,
             )
             weights = association.dropped(recall.weights, key)  # compiled to one draw
             heads = maps.value_of_mean(recall.output, weights, shared=True)
