@@ -117,17 +117,7 @@ class Trainer:
             )
 
     def on(self, task: Task) -> "Trainer":
-        """The trainer of another task that differs in its examples alone.
-
-        Both share their compiled programs, which hold no examples.
-
-        Args:
-          task: a task with the same model and loss, and as many examples to train on;
-            a split has the same `take`.
-
-        Raises:
-          ValueError: if the numbers of examples differ.
-        """
+        """The trainer of another task of as many examples, with the same programs."""
         if task.train.size != self.task.train.size:
             raise ValueError(
                 f"programs are of {self.task.train.size} examples to train on, got "
@@ -136,8 +126,6 @@ class Trainer:
         other = copy.copy(self)
         other.task = task
         return other
-
-    # Placement
 
     @property
     def replicated(self) -> NamedSharding:
@@ -322,8 +310,6 @@ class Trainer:
         """The model of one seed."""
         pick = lambda tree: jax.tree.map(lambda x: x[seed], tree)  # noqa: E731
         return nnx.merge(self.graphdef, pick(state.kernels), pick(state.rest))
-
-    # One step of one seed
 
     def _over_seeds(
         self, function: Callable[..., Any], axes: Sequence[int | None]
