@@ -19,7 +19,7 @@ from uhop_jax._checks import (
     check_positive,
     check_rate,
 )
-from uhop_jax.layers.attention import check_attention, flax_dropped
+from uhop_jax.layers.attention import check_attention, dropout_key, flax_dropped
 from uhop_jax.layers.blocks import DEFAULT_BLOCK, associate_blocks
 from uhop_jax.layers.dropout import dropped
 from uhop_jax.layers.learned import (
@@ -29,7 +29,7 @@ from uhop_jax.layers.learned import (
 )
 from uhop_jax.layers.masks import attention_mask, extended_mask, zero_unless
 from uhop_jax.layers.readout import local_linear
-from uhop_jax.layers.recall import Recall, recall_of_heads
+from uhop_jax.layers.recall import Recall, recall_of_heads, with_own
 from uhop_jax.layers.tiles import Rows, stored_rows
 from uhop_jax.separation import Separation, separation_from_name
 
@@ -237,8 +237,10 @@ class Association(nnx.Module):
         *rows, heads, d = query.shape
         self.check_heads(heads)
         if self.own_memories:
-            empty = (jnp.zeros((0, heads, n), query.dtype) for n in stored.sizes())
-            own: Any = tuple(map(self._extended, empty, self._bias_patterns()))
+            own: Any = tuple(
+                with_own(jnp.zeros((0, heads, n), query.dtype), x, self.zero_memory)
+                for n, x in zip(stored.sizes(), self._bias_patterns(), strict=True)
+            )
             stored = dataclasses.replace(stored, own_memories=own)
         bags = math.prod(batch) if lengths is None else lengths.shape[0]
         entries = 1 if lengths is not None else math.prod(rows[:-1]) // max(bags, 1)
@@ -315,10 +317,7 @@ class Association(nnx.Module):
                 "dropout of an association must be 0 in an attention of Flax, which "
                 f"has a dropout_rate, got {self.dropout}"
             )
-        if deterministic or not dropout_rate:
-            dropout_rng = None
-        elif dropout_rng is None:
-            raise ValueError("dropout needs a dropout_rng, or deterministic=True")
+        dropout_rng = dropout_key(dropout_rng, dropout_rate, deterministic)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         check_attention(query, key, value)
         *batch, L, heads, _ = query.shape
@@ -328,8 +327,6 @@ class Association(nnx.Module):
             where, invalid = attention_mask(mask, is_causal, (*batch, heads, L, S))
 
         def drop(weights: Array) -> Array:
-            if dropout_rng is None:
-                return weights
             return flax_dropped(weights, dropout_rate, dropout_rng, broadcast_dropout)
 
         keys, values = (
@@ -368,8 +365,8 @@ class Association(nnx.Module):
         beta = self.current_beta(query.shape[-1] if size is None else size)
         if not shared:
             of_keys, of_values = self._bias_patterns()
-            keys = self._extended(keys, of_keys)
-            values = self._extended(values, of_values)
+            keys = with_own(keys, of_keys, self.zero_memory)
+            values = with_own(values, of_values, self.zero_memory)
             if where is not None:
                 where = extended_mask(where, self.own_memories)
         recall = recall_of_heads(
@@ -386,11 +383,11 @@ class Association(nnx.Module):
         if where is not None:  # a weight of zero times NaN is not zero
             finite = jnp.isfinite(keys).all(-1) & jnp.isfinite(values).all(-1)
             keys, values = zero_unless(finite, keys), zero_unless(finite, values)
-        if self.ridge is not None:
-            output = local_linear(weights, query, keys, values, self.ridge)
-            return recall._replace(output=output)
         rows = "...sv" if shared else "...shv"
-        output = jnp.einsum(f"...hls,{rows}->...lhv", weights, values)
+        if self.ridge is None:
+            output = jnp.einsum(f"...hls,{rows}->...lhv", weights, values)
+        else:
+            output = local_linear(weights, query, keys, values, self.ridge)
         return recall._replace(output=output)
 
     def _bias_patterns(self) -> tuple[Array | None, Array | None]:
@@ -398,12 +395,3 @@ class Association(nnx.Module):
         if self.bias is None:
             return None, None
         return self.bias.key[...], self.bias.value[...]
-
-    def _extended(self, x: Array, bias: Array | None) -> Array:
-        """`x (..., S, heads, size)` with the bias pattern and the zero memory added."""
-        added = [] if bias is None else [bias.astype(x.dtype)]
-        if self.zero_memory:
-            added.append(jnp.zeros(x.shape[-2:], x.dtype))
-        shape = (*x.shape[:-3], 1, *x.shape[-2:])
-        added = [jnp.broadcast_to(pattern, shape) for pattern in added]
-        return jnp.concatenate([x, *added], axis=-3) if added else x

@@ -27,15 +27,32 @@ def check_attention(query: Array, key: Array, value: Array) -> None:
         )
 
 
-def flax_dropped(weights: Array, rate: float, key: Array, broadcast: bool) -> Array:
+def dropout_key(key: Array | None, rate: float, deterministic: bool) -> Array | None:
+    """The key of a call that has dropout, else None.
+
+    Raises:
+      ValueError: if there is dropout and no key.
+    """
+    if deterministic or not rate:
+        return None
+    if key is None:
+        raise ValueError("dropout needs a dropout_rng, or deterministic=True")
+    return key
+
+
+def flax_dropped(
+    weights: Array, rate: float, key: Array | None, broadcast: bool
+) -> Array:
     """Dropout as `nnx.dot_product_attention` has it, the masks included.
 
     Args:
       weights: `(*batch, heads, L, S)`.
       rate: share of the weights that is dropped.
-      key: key of `jax.random`.
+      key: key of `jax.random`; None leaves the weights as they are.
       broadcast: whether all heads and entries of the batch share a mask.
     """
+    if key is None:
+        return weights
     shape = weights.shape
     if broadcast:
         shape = (*(1 for _ in shape[:-2]), *shape[-2:])

@@ -108,3 +108,13 @@ def recall_of_heads(
 def _head_axis(x: Array) -> int | None:
     """The axis of heads of a number of an association; None if all heads share it."""
     return 0 if x.ndim else None
+
+
+def with_own(x: Array, bias: Array | None, zero_memory: bool) -> Array:
+    """`x (..., S, heads, size)` with a bias pattern and a zero memory added."""
+    added = [] if bias is None else [bias.astype(x.dtype)]
+    if zero_memory:
+        added.append(jnp.zeros(x.shape[-2:], x.dtype))
+    shape = (*x.shape[:-3], 1, *x.shape[-2:])
+    added = [jnp.broadcast_to(pattern, shape) for pattern in added]
+    return jnp.concatenate([x, *added], axis=-3) if added else x

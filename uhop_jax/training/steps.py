@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from uhop_jax._checks import check_count
 from uhop_jax.layers import KernelParam
+from uhop_jax.training.programs import jitted
 from uhop_jax.training.separating import separation_step
 from uhop_jax.training.task import (
     SEPARATIONS,
@@ -34,23 +35,6 @@ from uhop_jax.training.task import (
 
 # Streams of random numbers of a seed.
 INIT, ORDER, STAGE_ONE, TASK, DRAW, VIEWS = range(6)
-
-
-def jitted(**options: Any) -> Callable[[Callable], Any]:
-    """Makes `jax.jit` of a method an attribute of each object.
-
-    A program goes with its object: as a static argument, the object, with all data that
-    it holds, would stay in a cache of JAX for as long as the process runs.
-    """
-
-    def attribute(method: Callable) -> Any:
-        @functools.wraps(method)
-        def compiled(self: Any) -> Callable:
-            return jax.jit(functools.partial(method, self), **options)
-
-        return functools.cached_property(compiled)
-
-    return attribute
 
 
 class Trainer:
@@ -117,17 +101,7 @@ class Trainer:
             )
 
     def on(self, task: Task) -> "Trainer":
-        """The trainer of another task that differs in its examples alone.
-
-        Both share their compiled programs, which hold no examples.
-
-        Args:
-          task: a task with the same model and loss, and as many examples to train on;
-            a split has the same `take`.
-
-        Raises:
-          ValueError: if the numbers of examples differ.
-        """
+        """The trainer of another task of as many examples, with the same programs."""
         if task.train.size != self.task.train.size:
             raise ValueError(
                 f"programs are of {self.task.train.size} examples to train on, got "
@@ -136,8 +110,6 @@ class Trainer:
         other = copy.copy(self)
         other.task = task
         return other
-
-    # Placement
 
     @property
     def replicated(self) -> NamedSharding:
@@ -334,8 +306,6 @@ class Trainer:
     def model_on_host(self, state: TrainState, seed: int = 0) -> Any:
         """The model of one seed with arrays that a program may hold as constants."""
         return self.model(jax.tree.map(jnp.asarray, jax.device_get(state)), seed)
-
-    # One step of one seed
 
     def _over_seeds(
         self, function: Callable[..., Any], axes: Sequence[int | None]
