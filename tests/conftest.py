@@ -217,6 +217,18 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.slow)
             choices.setdefault((item.originalname, condition), set()).add(chosen)
     in_full = not any("[" in argument for argument in config.args)
+    groups = {}
+    for item in items:
+        if mark := item.get_closest_marker("few"):
+            place = item.path, item.originalname, *mark.args
+            groups.setdefault(place, []).append(item)
+    for (_, name, number), group in groups.items():
+        if in_full and len(group) <= number:
+            raise pytest.UsageError(f"few({number}) leaves out no case of {name}")
+        spread = {round(i) for i in np.linspace(0, len(group) - 1, number)}
+        for place, item in enumerate(group):
+            if in_full and place not in spread:
+                item.add_marker(pytest.mark.slow)
     for (name, _), chosen in choices.items():
         if in_full and len(chosen) == 1:
             which = "every case" if chosen == {True} else "no case"
