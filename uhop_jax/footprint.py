@@ -110,10 +110,11 @@ def fit_footprint(
     r"""Learns a footprint similarity from corrupted copies of the memories.
 
     The loss is the cross-entropy of the memory that a copy came from, under the softmax
-    of the similarity over all memories; Adam lowers it in 200 steps from the rate 0.1,
-    as published but for a fall to zero (a constant rate may end anywhere). The footprint is learned at some of its `d` scales, and each of its
-    entries is divided by its standard deviation: the publication does not say how
-    entries of different sizes are treated.
+    of the similarity over all memories. Adam lowers it in 200 steps from the rate 0.1,
+    as published but for the fall of the rate to zero: a constant rate may end badly.
+    The footprint is learned at some of its `d` scales, and each of its entries is
+    divided by its standard deviation: the publication does not say how entries of
+    different sizes are treated.
 
     Args:
       key: random key.
