@@ -36,7 +36,7 @@ from uhop_jax.trials import corrupted_copies
 COMPARISONS = 100_000  # about how many memories and queries are compared in learning
 PAIRS = 1000  # most pairs that are made
 SCALES = 64  # entries of each footprint that are learned
-STEPS, RATE = 200, 0.1  # of Adam, as published
+STEPS, RATE = 200, 0.1  # of Adam, as published; the rate falls
 _ROWS = 8  # queries whose components are sorted at a time
 
 
@@ -110,10 +110,11 @@ def fit_footprint(
     r"""Learns a footprint similarity from corrupted copies of the memories.
 
     The loss is the cross-entropy of the memory that a copy came from, under the softmax
-    of the similarity over all memories; Adam lowers it in 200 steps at the rate 0.1, as
-    published. The footprint is learned at some of its `d` scales, and each of its
-    entries is divided by its standard deviation: the publication does not say how
-    entries of different sizes are treated.
+    of the similarity over all memories. Adam lowers it in 200 steps from the rate 0.1,
+    as published but for the fall of the rate to zero: a constant rate may end badly.
+    The footprint is learned at some of its `d` scales, and each of its entries is
+    divided by its standard deviation: the publication does not say how entries of
+    different sizes are treated.
 
     Args:
       key: random key.
@@ -173,7 +174,7 @@ def _learned(features: Array, target: Array, steps: int) -> Array:
     scale = jnp.maximum(scale, 1e-3 * scale.max())
     scale = jnp.where(scale == 0, 1.0, scale)
     scaled = features / scale[None, None]
-    optimizer = optax.adam(RATE)
+    optimizer = optax.adam(optax.cosine_decay_schedule(RATE, steps))
 
     def loss(weights: Array) -> Array:
         logits = jnp.einsum("pmks,ks->pm", scaled, weights, precision="highest")

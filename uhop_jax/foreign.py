@@ -3,7 +3,7 @@
 A query whose memory is taken away compares with the other memories as a foreign query
 does. The queries themselves, each with and without its nearest memory, therefore show
 how own and foreign queries compare, whatever has corrupted them. Queries that the
-likelihood table makes of stored patterns join them, and count where queries are few.
+likelihood table makes of stored patterns join them, each with and without its memory.
 Which queries are own, and how many, is learned in turn, by expectation maximisation.
 """
 
@@ -20,7 +20,6 @@ from uhop_jax.transformations import Transformed
 
 CHUNK, BLOCK = 512, 1024  # queries and memories that are compared at a time
 SIMULATED = 1000  # about how many queries are made
-MADE = 50.0  # queries for which all made ones count
 ROUNDS = 30  # of expectation maximisation
 NEWTON, STEPS = 5, 50  # of the regression in a round; for the share of foreign queries
 LONGEST = 2.0  # change of a log-ratio in a step, beyond which steps diverge
@@ -60,7 +59,7 @@ def foreign_probability(
     Q, number = len(queries), len(made)
     sizes = (Q, Q, number, number)
     is_own = jnp.asarray(np.repeat([1, 0, 1, 0], sizes), z.dtype)
-    of_table = jnp.full_like(z, MADE / number, shape=(2 * number,))
+    of_table = jnp.ones_like(z, shape=(2 * number,))
 
     def improve(_, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         foreign, share, weights = carry
