@@ -209,7 +209,7 @@ class Layer(nnx.Module):
     ) -> SeparationFeatures:
         """`separation_features`, from states and memories after the norms.
 
-        The view, if there is one, corrupts patterns for a `ContrastiveLoss`.
+        The features are of views of the patterns, if there is a view.
         """
         patterns, where = memories, inputs.visible
         if states:
@@ -224,11 +224,10 @@ class Layer(nnx.Module):
         elif where is not None and memories.ndim == 2:
             where = where.any(tuple(range(len(inputs.batch))))
         patterns = patterns if through else lax.stop_gradient(patterns)
-        features = self.kernel(patterns)
+        features = self.kernel(patterns if view is None else view(patterns))
         if where is not None:
             where = jnp.broadcast_to(where, features.shape[:-1])
-        views = None if view is None else self.kernel(view(patterns))
-        return SeparationFeatures(features, where, views)
+        return SeparationFeatures(features, where)
 
     def _inputs(self, arguments: tuple[Any, ...]) -> Inputs:
         may_be_empty = self.association.own_memories > 0
@@ -309,7 +308,8 @@ class Layer(nnx.Module):
         """Keeps the losses of the kernel, while `separation_losses` asks for them."""
         if self.kernel is None or self.record is None:
             return
-        asked, view = self.record.get_metadata(), None
+        asked, views = self.record.get_metadata(), None
+        arguments = state, memories, inputs, asked["states"], asked["through"]
         if isinstance(asked["loss"], ContrastiveLoss):
             if key is None:
                 raise ValueError(
@@ -317,10 +317,8 @@ class Layer(nnx.Module):
                     "views, got None"
                 )
             view = functools.partial(asked["loss"].view, jax.random.fold_in(key, VIEW))
-        features = self._separated(
-            state, memories, inputs, asked["states"], asked["through"], view
-        )
-        self.record = self.record.extended(features)
+            views = self._separated(*arguments, view).features
+        self.record = self.record.extended(self._separated(*arguments), views)
 
     def _mapped_state(self, state: Array) -> Array:
         """Features of states, from states after the norm."""

@@ -44,12 +44,10 @@ class SeparationFeatures(NamedTuple):
     Attributes:
       features: `(*sets, S, D)`, one row for each pattern.
       where: `(*sets, S)`, true for valid patterns; None if all are.
-      views: features of corrupted views of the patterns, for a `ContrastiveLoss`.
     """
 
     features: Float[Array, "*sets S D"]
     where: Bool[Array, "*sets S"] | None
-    views: Float[Array, "*sets S D"] | None = None
 
 
 class SeparationRecord(nnx.Variable):
@@ -59,11 +57,13 @@ class SeparationRecord(nnx.Variable):
     it at each call. `nnx.scan` and `nnx.vmap` stack the numbers of stacked layers.
     """
 
-    def extended(self, separated: SeparationFeatures) -> Any:
-        """The record after one more call."""
+    def extended(
+        self, separated: SeparationFeatures, views: Array | None = None
+    ) -> Any:
+        """The record after one more call; a contrastive loss has views of patterns."""
         options = self.get_metadata()
         loss = options["loss"]
-        features, where, views = separated
+        features, where = separated
         if views is not None:  # of a contrastive loss, whose least value is zero
             value = gap = loss(features, views, where=where)
         else:
