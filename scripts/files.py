@@ -81,7 +81,7 @@ def asked(name: str) -> dict[str, Any]:
 def config_of(name: str) -> ConfigDict:
     """The config of a study's command."""
     _, config, *flags = shlex.split(STUDIES[name].command)
-    module, variant = Path(config.split("=")[1]).name.split(".py:")
+    module, _, variant = Path(config.split("=")[1]).name.partition(".py")
     changes = {}
     for flag in flags:
         key, text = flag.removeprefix("--config.").split("=", 1)
@@ -89,7 +89,8 @@ def config_of(name: str) -> ConfigDict:
             changes[key] = ast.literal_eval(text)
         except (SyntaxError, ValueError):
             changes[key] = text
-    return load_config(module, variant, changes=changes)
+    about = [module, *filter(None, [variant.removeprefix(":")])]
+    return load_config(*about, changes=changes)
 
 
 def other_than_asked(name: str) -> list[str]:

@@ -157,6 +157,7 @@ def test_foreign_queries_of_a_known_table(own, foreign):
     assert p[:own].max() < 0.2 and (p[own:] > 0.8).all()
 
 
+@pytest.mark.few(2)
 @every_dtype
 def test_every_dtype(digits, dtype):
     query, target = queries_of(digits, Inverted(0.2), 40)

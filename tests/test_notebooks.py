@@ -24,6 +24,8 @@ FIGURES = {
     "figures_4_and_6_learning": 2,
 }
 
+FIRST = ("tour", "your_own_data", "layers")  # what users open first; others are slow
+
 
 def read(path):
     return nbformat.read(path, as_version=4)
@@ -76,6 +78,7 @@ def kernel():
     manager.shutdown_kernel(now=True)
 
 
+@pytest.mark.slow_where(lambda path: path.stem not in FIRST)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_with_clean_names(path, tmp_path, kernel):
     notebook = read(path)

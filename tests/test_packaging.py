@@ -105,7 +105,11 @@ def test_every_config_is_found_with_its_variants():
     ("arguments", "changes", "message"),
     [
         (("retrieval", "other"), {}, "unknown variant 'other'; choose one of demo"),
-        (("retrievals",), {}, "unknown config 'retrievals'; choose one of bags, retr"),
+        (
+            ("retrievals",),
+            {},
+            "unknown config 'retrievals'; choose one of bags, recall",
+        ),
         (("vision",), {"train.epoch": 2}, 'config vision: .*Did you mean "epochs"'),
         (("vision",), {"train.epochs": "many"}, "config vision: .*many"),
     ],

@@ -219,6 +219,7 @@ def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
     assert set(curves) == {"MHM", *names}
 
 
+@pytest.mark.slow
 def test_rivals_have_the_queries_of_blind_calibration(tmp_path, capsys):
     changes = {"queries": (12,), "corruption.kinds": ("inverted",), "runs": 1}
     plain, rivals = (
@@ -242,6 +243,7 @@ def read_after(directory, config):
     return read(directory / "results.csv")
 
 
+@pytest.mark.slow_where(lambda variant: variant == "grid")  # the demo is a small one
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "demo"])
 def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     changes = {"methods": ("MHM", "U-Hop"), "images": 0}
@@ -661,7 +663,7 @@ def whole(tmp_path_factory):
     [
         {"block": 7},
         {"block": 7, "observed": "seen.npy"},
-        {"mapped": "swapped.npy"},
+        pytest.param({"mapped": "swapped.npy"}, marks=pytest.mark.slow),
         {"shards": 1},
     ],
     ids=str,

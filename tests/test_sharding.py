@@ -218,6 +218,7 @@ def test_two_processes_equal_one():
             process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 8),
     reason="lax.custom_root of jax 0.7 refuses values that vary over a mesh",

@@ -96,7 +96,8 @@ def test_shapes(options):
 EVERY = {"residual_mean": True, "pool_queries": "shared", "alpha_per_head": True}
 
 
-@pytest.mark.parametrize("options", [EVERY, {"preset": "released"}], ids=str)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("options", [{"preset": "released"}, EVERY], ids=str)
 def test_every_parameter_is_learned(options):
     model, x = small(**options), windows(2, 12, 3)
 

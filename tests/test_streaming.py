@@ -74,6 +74,7 @@ def sources(x, path):
     yield lambda: iter(np.split(x, cuts))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("separation", "similarity"), CASES, ids=label)
 def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
     beta = jnp.asarray([0.3, 1.0, 2.0, 6.0])

@@ -211,6 +211,7 @@ def made(monkeypatch):
     return trainers
 
 
+@pytest.mark.slow
 def test_a_study_has_a_run_for_each_arm_size_and_patch(tmp_path, capsys, made):
     arms = ("Sparse MHM + U-Hop, warm-up", "MHM, matched size")
     changes = {"arms": arms[:1], "train.epochs": 1, "sizes": (20, 40)}
