@@ -8,7 +8,7 @@ each key and each value has a position). Sequences are generated, no sequence tw
 
 | variant | question | cost on 2 cores |
 |---|---|---|
-| `recall` (default) | which arm recalls 48 pairs in 8 dimensions? | 10 minutes |
+| `recall` (default) | which arm recalls 96 pairs in 12 dimensions? | 25 minutes |
 
 Arms are named in `uhop_jax/training/arms.py`. The keys that people set first are
 `arms`, `seeds`, `pairs`, `train.sequences` and `model.size`.
@@ -45,15 +45,15 @@ def get_config(variant: str = "recall") -> ml_collections.ConfigDict:
         "MHM + residual kernel by task",
         "MHM + residual contrastive, then task",
     )  # see docs/training.md
-    config.pairs = (48,)  # of a sequence
+    config.pairs = (96,)  # of a sequence
 
     config.data = ml_collections.ConfigDict()
-    config.data.vocabulary = 64  # number of keys, and of values
+    config.data.vocabulary = 128  # number of keys, and of values
     config.data.test_sequences = 1000  # which no run trains on
     config.data.dir = ""  # nothing is read: sequences are generated
 
     config.model = ml_collections.ConfigDict()
-    config.model.size = 8  # of tokens
+    config.model.size = 12  # of tokens
     config.model.num_heads = 1  # of each layer
     config.model.depth = 1  # blocks
     config.model.steps = 1  # updates of a layer

@@ -48,6 +48,11 @@ class Gain(NamedTuple):
         """Whether the gain is at least one point, and its interval above zero."""
         return self.mean >= 1 and self.mean > self.half
 
+    @property
+    def possible(self) -> bool:
+        """Whether the interval allows a gain of one point."""
+        return self.mean + self.half >= 1
+
 
 def samples(rows: list[dict[str, Any]], score: str) -> dict[Any, float]:
     """Scores in per cent: of each fold, a mean over seeds; else of each seed."""
@@ -99,7 +104,7 @@ def verdict() -> str:
     """The sentence that follows from the table."""
     every = gains()
     if not every:
-        return "No study of networks has been run."
+        return "No task has been measured."
     number = {
         arm: [task for task, arms in every.items() if _counts(arms.get(arm))]
         for arm in LEARNED
@@ -108,12 +113,25 @@ def verdict() -> str:
     if winners:
         words = "; ".join(f"{arm} ({', '.join(x)})" for arm, x in winners.items())
         return f"Stage I gains a point or more on two tasks or more: {words}."
+    allowed = [arm for arm in LEARNED if _possible(every, arm) >= 2]
+    if len(every) < 2 or allowed:
+        return (
+            f"Whether Stage I helps in a network is undecided: {len(every)} of "
+            f"{len(SCORES)} tasks are measured, and the intervals of "
+            f"{len(allowed)} of {len(LEARNED)} learned arms allow a point on two tasks."
+        )
     some = [f"{arm} on {', '.join(x)}" for arm, x in number.items() if x]
     alone = f" One task alone gains: {'; '.join(some)}." if some else ""
     return (
         "Stage I is for retrieval, not for layers: no kernel learned for separation or "
-        f"alignment gains one point on two of the {len(every)} tasks.{alone}"
+        f"alignment can gain one point on two of the {len(every)} tasks.{alone}"
     )
+
+
+def _possible(every: dict[str, dict[str, Gain | float]], arm: str) -> int:
+    """On how many tasks an arm may gain one point."""
+    gains = [arms.get(arm) for arms in every.values()]
+    return sum(isinstance(gain, Gain) and gain.possible for gain in gains)
 
 
 def _counts(gain: Any) -> bool:

@@ -259,7 +259,7 @@ IN_NETWORKS = _arms(
 )
 ONE = "--config.model.beta='(0.0,)' --config.model.dropout='(0.0,)'"
 NETWORKS = {
-    "networks_recall": Kept("train.py --config=configs/recall.py", 10),
+    "networks_recall": Kept("train.py --config=configs/recall.py", 25),
     "networks_musk1": Kept(f"{BAGS}:musk1 {ONE} {IN_NETWORKS}", 10),
     "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {IN_NETWORKS}", 30),
     "networks_elephant": Kept(f"{BAGS}:elephant {ONE} {IN_NETWORKS}", 15),
