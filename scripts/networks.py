@@ -115,10 +115,14 @@ def verdict() -> str:
         return f"Stage I gains a point or more on two tasks or more: {words}."
     allowed = [arm for arm in LEARNED if _possible(every, arm) >= 2]
     if len(every) < 2 or allowed:
+        count = f"{len(every)} of {len(SCORES)} tasks"
+        reason = (
+            f", and the intervals of {len(allowed)} of {len(LEARNED)} learned arms "
+            "allow a gain of one point on two tasks"
+        )
         return (
-            f"Whether Stage I helps in a network is undecided: {len(every)} of "
-            f"{len(SCORES)} tasks are measured, and the intervals of "
-            f"{len(allowed)} of {len(LEARNED)} learned arms allow a point on two tasks."
+            f"Whether Stage I helps in a network is undecided: {count} are measured"
+            f"{reason * (len(every) > 1)}."
         )
     some = [f"{arm} on {', '.join(x)}" for arm, x in number.items() if x]
     alone = f" One task alone gains: {'; '.join(some)}." if some else ""
