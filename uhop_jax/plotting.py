@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 CAPTION = 22  # letters under an image
+LETTERS = 56  # of a legend below a panel
 
 
 class Curve(NamedTuple):
@@ -182,7 +183,9 @@ def panels(
             legend(axis, handles, ncols=2, **below)
         first = first or handles
     if common and len(names) > 1:
-        legend(figure, first, ncols=2 * columns, loc="outside lower center")
+        room = LETTERS * columns // (max(map(len, first)) + 8)  # names side by side
+        ncols = max(min(2 * columns, room), 1)
+        legend(figure, first, ncols=ncols, loc="outside lower center")
     # After all data is drawn: a limit set earlier would hold for later panels.
     for axis, part in zip(axes, parts, strict=False):
         if part.yscale == "auto":
