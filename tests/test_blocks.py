@@ -114,7 +114,7 @@ SEPARATIONS = {
     "learned alpha": LearnedAlpha,
     "steep": uhop.Entmax(np.array([1.3, 3.0])),
     "polynomial": uhop.Polynomial(4),
-    "three": uhop.TopK(3),
+    "two": uhop.TopK(2),
     "unknown": Doubled(),
 }
 QUICK = {
@@ -124,7 +124,7 @@ QUICK = {
     ("learned alpha", "values"),
     ("steep", "shared states"),
     ("unknown", "own"),
-    ("three", "plain"),
+    ("two", "plain"),
     ("polynomial", "static"),
 }
 
