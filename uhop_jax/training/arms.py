@@ -1,14 +1,21 @@
 """The arms of a study: a separation, with or without U-Hop, and the controls."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flax import nnx
 
 from uhop_jax._checks import check_choice
-from uhop_jax.layers import LinearFeatures, ResidualFeatures
+from uhop_jax.layers import (
+    Association,
+    LearnedAlpha,
+    LinearFeatures,
+    ResidualFeatures,
+)
 from uhop_jax.plotting import Style
 from uhop_jax.separation import Entmax, Separation, separation_from_name
+
+RETRIEVAL = ("beta", "steps", "dropout")  # keys of the association in configs
 
 
 class Arm(NamedTuple):
@@ -120,3 +127,24 @@ def separation_of(arm: Arm, alpha: float) -> Separation:
         return Entmax(alpha)
     parameters = {"alpha": alpha} if arm.separation == "entmax" else {}
     return separation_from_name(arm.separation, **parameters)
+
+
+def association_of(
+    arm: Arm, alpha: float, *, beta: float, **options: Any
+) -> Callable[[], Association]:
+    """A function that makes the association of each layer of an arm.
+
+    Args:
+      arm: names the separation.
+      alpha: of entmax, at the start if it is learned.
+      beta: inverse temperature; 0 is the default of the layer.
+      **options: further options of `Association`.
+    """
+    separation = separation_of(arm, alpha)
+
+    def association() -> Association:
+        learned = arm.separation == "learned"
+        part = LearnedAlpha(separation) if learned else separation
+        return Association(part, beta=beta or None, **options)
+
+    return association

@@ -7,10 +7,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
-from uhop_jax.layers import Association, LearnedAlpha
 from uhop_jax.models import BagClassifier
 from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import arm_of, features_of, separation_of
+from uhop_jax.training.arms import RETRIEVAL, arm_of, association_of, features_of
 from uhop_jax.training.cells import BagCell
 from uhop_jax.training.image_model import DTYPES
 
@@ -33,17 +32,10 @@ def bag_model(
     options["dtype"] = jnp.dtype(options["dtype"])
     options["normalize"] = tuple(options["normalize"])
     options["head_size"] = options["head_size"] or None
-    separation = separation_of(arm, options.pop("alpha"))
-    retrieval = {"steps": options.pop("steps"), "dropout": cell.dropout}
-    retrieval["beta"] = cell.beta or None
-    del options["beta"], options["dropout"]
+    options |= {"beta": cell.beta, "dropout": cell.dropout}
+    retrieval = {name: options.pop(name) for name in ("alpha", *RETRIEVAL)}
+    association = association_of(arm, **retrieval)
     start, size = options.pop("kernel_start"), options.pop("size")
-
-    def association() -> Association:
-        learned = arm.separation == "learned"
-        return Association(
-            LearnedAlpha(separation) if learned else separation, **retrieval
-        )
 
     def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
         def kernel_map() -> nnx.Module:

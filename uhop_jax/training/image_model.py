@@ -8,10 +8,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
-from uhop_jax.layers import Association, LearnedAlpha
 from uhop_jax.models import ViH, VisionHopfield
 from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import arm_of, features_of, separation_of
+from uhop_jax.training.arms import RETRIEVAL, arm_of, association_of, features_of
 from uhop_jax.training.cells import ImageCell
 
 MODELS = ("vih", "transformer")
@@ -31,21 +30,14 @@ def image_model(
     check_choice("model.name", name, MODELS)
     check_choice("model.dtype", options["dtype"], DTYPES)
     dtype = jnp.dtype(options.pop("dtype"))
-    separation = separation_of(arm, options.pop("alpha"))
-    retrieval = {key: options.pop(key) for key in ("beta", "steps", "dropout")}
-    retrieval["beta"] = retrieval["beta"] or None
+    retrieval = {key: options.pop(key) for key in ("alpha", *RETRIEVAL)}
+    association = association_of(arm, **retrieval)
     start = options.pop("kernel_start")
     options["patch"] = cell.patch
     blocks = {key: options.pop(key) for key in ("depth", "mlp_size", "mlp_dropout")}
     kind = ViH if name == "vih" else VisionHopfield
     if kind is VisionHopfield:
         options |= blocks | {"mlp_size": blocks["mlp_size"] or None}
-
-    def association() -> Association:
-        learned = arm.separation == "learned"
-        return Association(
-            LearnedAlpha(separation) if learned else separation, **retrieval
-        )
 
     def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
         def features() -> nnx.Module:

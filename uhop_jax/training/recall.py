@@ -15,10 +15,15 @@ from ml_collections import ConfigDict
 
 from uhop_jax import plotting, records
 from uhop_jax._checks import check_choice, check_count, check_named
-from uhop_jax.layers import Association, LearnedAlpha
 from uhop_jax.models import SequenceModel
 from uhop_jax.training.application import Application, Rows, with_matched_size
-from uhop_jax.training.arms import arm_of, features_of, separation_of, styles
+from uhop_jax.training.arms import (
+    RETRIEVAL,
+    arm_of,
+    association_of,
+    features_of,
+    styles,
+)
 from uhop_jax.training.cells import RecallCell
 from uhop_jax.training.exporting import FILE, write_export
 from uhop_jax.training.image_model import DTYPES
@@ -186,16 +191,9 @@ def sequence_model(
     arm, options = arm_of(cell.arm), dict(config.model)
     check_choice("model.dtype", options["dtype"], DTYPES)
     dtype = options["dtype"] = jnp.dtype(options["dtype"])
-    separation = separation_of(arm, options.pop("alpha"))
-    retrieval = {name: options.pop(name) for name in ("beta", "steps", "dropout")}
-    retrieval["beta"] = retrieval["beta"] or None
+    retrieval = {name: options.pop(name) for name in ("alpha", *RETRIEVAL)}
+    association = association_of(arm, **retrieval)
     start, size = options.pop("kernel_start"), options.pop("size")
-
-    def association() -> Association:
-        learned = arm.separation == "learned"
-        return Association(
-            LearnedAlpha(separation) if learned else separation, **retrieval
-        )
 
     def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
         def kernel_map() -> nnx.Module:
