@@ -18,6 +18,7 @@ FIGURES = {
     "unknown_scanner": 1,
     "your_own_data": 1,
     "layers": 1,
+    "bags": 1,
     "figure_1_loss_and_error": 2,
     "figure_3_retrieval_error": 2,
     "figure_5_stage_one": 1,

@@ -49,7 +49,7 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=self._chosen,
                 enable_async_checkpointing=True,
-                read_only=read_only,
+                create=not read_only,  # orbax's `read_only` warns of itself
             ),
         )
 
