@@ -10,6 +10,7 @@ from jax.test_util import check_grads
 import uhop_jax as uhop
 from uhop_jax import data
 from uhop_jax.experiments.kinds import SaltAndPepper
+from uhop_jax.experiments.rivals import LSR, REGRESSION, RIVALS, rival_scores
 
 D = 6
 RNG = np.random.default_rng(0)
@@ -104,3 +105,45 @@ def test_learned_from_pairs_it_beats_every_fixed_similarity():
     assert loss[1] == min(loss)
     with pytest.raises(ValueError, match="scales must be at least 1, got 0"):
         uhop.fit_footprint(jax.random.key(0), memories, corruption, scales=0)
+
+
+def test_footprints_of_features():
+    """The features of a kernel are compared; a linear one may stand before."""
+    key, memories = jax.random.key(0), MEMORIES.astype(jnp.float32)
+    W = jnp.asarray(RNG.normal(size=(4, D)), jnp.float32)
+    corrupt = uhop.Mask(0.3)
+    kernel = uhop.LinearKernel(W)
+    footprint = uhop.fit_footprint(key, memories, corrupt, kernel=kernel, pairs=20)
+    assert footprint.distance.shape == (4,) and footprint.kernel is kernel
+    copies = uhop.Footprint(distance=footprint.distance, product=footprint.product)
+    query = QUERY.astype(jnp.float32)
+    assert_close(footprint(memories, query), copies(memories @ W.T, query @ W.T))
+
+    def partly(key, x):
+        return x, jax.random.bernoulli(key, 0.5, x.shape)
+
+    with pytest.raises(ValueError, match="kernel: copies with .* got LinearKernel"):
+        uhop.fit_footprint(key, memories, partly, kernel=kernel)
+
+
+def test_rivals_may_compare_patterns_of_unit_norm():
+    """Copies at a tenth of their strength are as far from one memory as from another."""
+    memories = jnp.asarray(data.load("digits", limit=30).values, jnp.float32)
+    target = np.arange(30)
+
+    def timed(name, call, *args, **options):
+        return call(*args, **options)
+
+    scores = rival_scores(
+        tuple(RIVALS),
+        jax.random.key(0),
+        memories,
+        0.1 * memories,
+        target,
+        lambda key, x: 0.1 * x,
+        timed,
+    )
+    assert scores.keys() == RIVALS.keys()
+    for name in (LSR, REGRESSION):
+        setting, numbers = scores[name]
+        assert setting.endswith("unit norm") and numbers["error"] < 1e-3

@@ -30,6 +30,7 @@ from uhop_jax._checks import (
 )
 from uhop_jax._fast import descending
 from uhop_jax._pytree import varying_alike
+from uhop_jax.kernels import Identity, Kernel
 from uhop_jax.similarity import Similarity
 from uhop_jax.trials import corrupted_copies
 
@@ -104,6 +105,7 @@ def fit_footprint(
     memories: Float[Array, "M d"],
     corrupt: Callable[[PRNGKeyArray, Array], Any],
     *,
+    kernel: Kernel = Identity(),
     pairs: int | None = None,
     scales: int = SCALES,
 ) -> Footprint:
@@ -120,6 +122,7 @@ def fit_footprint(
       key: random key.
       memories: stored patterns, one per row.
       corrupt: the corruption that pairs are made with, as in `calibrate`.
+      kernel: the features whose components are compared.
       pairs: number of copies, each compared with all memories; None is the number that
         gives 100,000 comparisons, from 1 to 1,000.
       scales: number of entries of each footprint, evenly spread; at most `d` are used.
@@ -129,7 +132,8 @@ def fit_footprint(
       memories.
 
     Raises:
-      ValueError: if an argument is out of range.
+      ValueError: if an argument is out of range, or the features of memories depend on
+        which components of a copy are observed.
     """
     check_key(key)
     check_count("scales", scales, 1)
@@ -137,34 +141,42 @@ def fit_footprint(
     check_memory_set(memories, distinct=False)
     if memories.ndim != 2:
         raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
-    M, d = memories.shape
+    M = len(memories)
     if pairs is None:
         pairs = min(PAIRS, max(1, COMPARISONS // M))
     check_count("pairs", pairs, 1)
     memories = lax.stop_gradient(memories.astype(working_dtype(memories)))
     query, observed, target = corrupted_copies(key, memories, corrupt, pairs)
+    if observed is not None and kernel.local:
+        raise ValueError(
+            "kernel: copies with components that are not observed need features of "
+            f"memories that do not depend on them, got {type(kernel).__name__}"
+        )
+    keys = kernel.memory_features(memories)
+    states = kernel.query_features(query, observed)
+    D = keys.shape[-1]
     # The last rank of each scale.
-    ends = np.unique(np.linspace(0, d, min(scales, d) + 1).round().astype(int))[1:]
-    features = _entries(memories, query, observed, tuple(ends.tolist()))
+    ends = np.unique(np.linspace(0, D, min(scales, D) + 1).round().astype(int))[1:]
+    features = _entries(keys, states, observed, tuple(ends.tolist()))
     weights = _learned(features, target, STEPS)
     # A scale is a cumulative sum: its weight counts for all ranks up to its last.
     by_rank = jnp.cumsum(weights[:, ::-1], -1)[:, ::-1]
-    by_rank = by_rank[:, np.searchsorted(ends, np.arange(d) + 1)]
-    return Footprint(distance=by_rank[0], product=by_rank[1])
+    by_rank = by_rank[:, np.searchsorted(ends, np.arange(D) + 1)]
+    return Footprint(kernel=kernel, distance=by_rank[0], product=by_rank[1])
 
 
 @functools.partial(jax.jit, static_argnames="ends")
 def _entries(
-    memories: Array, query: Array, observed: Array | None, ends: tuple[int, ...]
+    keys: Array, states: Array, observed: Array | None, ends: tuple[int, ...]
 ) -> Array:
     """Entries `(P, M, 2, scales)` of the footprints: cumulative sums up to `ends`."""
     last = np.asarray(ends) - 1
 
     def row(pair: tuple[Array, Array | None]) -> Array:
-        ordered = jnp.stack(_footprints(memories, *pair), 1)
+        ordered = jnp.stack(_footprints(keys, *pair), 1)
         return jnp.cumsum(ordered, -1)[..., last]
 
-    return lax.map(row, (query, observed), batch_size=_ROWS)
+    return lax.map(row, (states, observed), batch_size=_ROWS)
 
 
 @functools.partial(jax.jit, static_argnames="steps")

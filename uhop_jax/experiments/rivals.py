@@ -1,4 +1,9 @@
-"""Published rivals of calibration, each at its best setting on the scored queries."""
+"""Published rivals of calibration, each at its best setting on the scored queries.
+
+A rival has its own options, its inverse temperature, and a choice that its publication
+does not discuss: it compares patterns as they are, or patterns of unit norm, so that a
+copy that is fainter than its memory is no farther from it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +18,10 @@ from uhop_jax._products import weigh
 from uhop_jax.closed_form import fit_values
 from uhop_jax.corruption import Mask
 from uhop_jax.footprint import fit_footprint
+from uhop_jax.kernels import Identity, Kernel
 from uhop_jax.model import Model
 from uhop_jax.separation import Epanechnikov, Exponentials, Softmax
-from uhop_jax.similarity import NegativeSquaredL2
+from uhop_jax.similarity import Cosine, NegativeSquaredL2
 from uhop_jax.trials import beta_grid, sweep_errors
 
 LSR, REGRESSION = "LSR", "kernel regression"
@@ -30,6 +36,28 @@ ASSUMED = Mask(0.5)  # what the maker of self-made pairs takes for the corruptio
 RADII = 40  # of LSR
 RIDGES = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
 WIDTHS = (0.03, 30.0, 12)  # of regression, as `sharpness` in `beta_grid`
+
+
+class UnitNorm(Kernel):
+    """The feature map `u / |u|`, of patterns whose components are all observed."""
+
+    @property
+    def dimension(self) -> None:
+        return None
+
+    @property
+    def set_axes(self) -> int:
+        return 0
+
+    def memory_features(self, memories, observed=None):
+        return self.query_features(memories, observed)
+
+    def query_features(self, query, observed=None):
+        assert observed is None
+        return Cosine().state(query)
+
+
+KERNELS = {"": Identity(), "unit norm": UnitNorm()}
 
 
 def rival_scores(
@@ -54,37 +82,51 @@ def rival_scores(
     """
     about = memories, query, jnp.asarray(target)
     scores: dict[str, tuple[str, dict[str, float]]] = {}
-    if LSR in names:
-        errors, betas = timed(LSR, _by_radius, *about)
-        scores[LSR] = _best(errors, betas, ("equal weights", "weights of the kernel"))
-    if REGRESSION in names:
-        errors, betas = timed(REGRESSION, _by_width, *about)
-        scores[REGRESSION] = _best(errors, betas, [f"ridge {x:g}" for x in RIDGES])
     pairs = {SELF_MADE: ASSUMED, LABELLED: corruption}
     learned = [name for name in pairs if name in names]
-    footprints = [
-        timed("A-Hop", fit_footprint, key, memories, pairs[name]) for name in learned
-    ]
-    if footprints:
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *footprints)
-        errors, betas = timed("A-Hop", _by_footprint, stacked, *about)
-        for i, name in enumerate(learned):
-            scores[name] = _best(errors[i : i + 1], betas[i], [""])
+    for norm, kernel in KERNELS.items():
+        options: tuple[str, ...]
+        if LSR in names:
+            options = ("equal weights", "weights of the kernel")
+            scored = timed(LSR, _by_radius, kernel, *about)
+            _keep_best(scores, LSR, scored, options, norm)
+        if REGRESSION in names:
+            options = tuple(f"ridge {x:g}" for x in RIDGES)
+            scored = timed(REGRESSION, _by_width, kernel, *about)
+            _keep_best(scores, REGRESSION, scored, options, norm)
+        footprints = [
+            timed("A-Hop", fit_footprint, key, memories, pairs[name], kernel=kernel)
+            for name in learned
+        ]
+        if footprints:
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *footprints)
+            errors, betas = timed("A-Hop", _by_footprint, stacked, *about)
+            for i, name in enumerate(learned):
+                _keep_best(scores, name, (errors[i : i + 1], betas[i]), ("",), norm)
     return scores
 
 
-def _best(errors: Array, betas: Array, settings: Any) -> tuple[str, dict[str, float]]:
-    """The setting of the least error in `errors (settings, betas)`, and its scores."""
-    means = np.asarray(errors)
-    i, j = np.unravel_index(int(np.nanargmin(means)), means.shape)
-    scores = {"error": float(means[i, j]), "beta": float(betas[j])}
-    return settings[int(i)], scores
+def _keep_best(
+    scores: dict[str, tuple[str, dict[str, float]]],
+    name: str,
+    errors_and_betas: tuple[Array, Array],
+    options: tuple[str, ...],
+    norm: str,
+) -> None:
+    """Keeps the setting of the least error `(options, betas)`, if it leads."""
+    errors, betas = map(np.asarray, errors_and_betas)
+    i, j = np.unravel_index(int(np.nanargmin(errors)), errors.shape)
+    if name not in scores or errors[i, j] < scores[name][1]["error"]:
+        setting = ", ".join(filter(None, (options[i], norm)))
+        scores[name] = setting, {"error": float(errors[i, j]), "beta": float(betas[j])}
 
 
 @jax.jit
-def _by_radius(memories: Array, query: Array, target: Array) -> tuple[Array, Array]:
+def _by_radius(
+    kernel: Kernel, memories: Array, query: Array, target: Array
+) -> tuple[Array, Array]:
     """Errors of LSR `(2, radii)` by its degree, and the inverse temperatures."""
-    overlaps = NegativeSquaredL2()(memories, query)
+    overlaps = NegativeSquaredL2(kernel)(memories, query)
     # Radii from the nearest memory of any query to the middle of all distances.
     far = -jnp.median(overlaps)
     near = jnp.clip(-overlaps.max(), 1e-4 * far, far)
@@ -99,18 +141,20 @@ def _by_radius(memories: Array, query: Array, target: Array) -> tuple[Array, Arr
 
 
 @jax.jit
-def _by_width(memories: Array, query: Array, target: Array) -> tuple[Array, Array]:
+def _by_width(
+    kernel: Kernel, memories: Array, query: Array, target: Array
+) -> tuple[Array, Array]:
     """Errors of regression `(ridges, widths)`, and the inverse temperatures.
 
     Patterns are clamped to the range of the memories, which they may leave.
     """
-    overlaps = NegativeSquaredL2()(memories, query)
+    overlaps = NegativeSquaredL2(kernel)(memories, query)
     betas = beta_grid(overlaps, WIDTHS)[1:]
     ridges = jnp.asarray(RIDGES, memories.dtype)
     low, high = memories.min(), memories.max()
 
     def error(beta: Array, ridge: Array) -> Array:
-        model = Model(NegativeSquaredL2(), Exponentials(), beta=beta)
+        model = Model(NegativeSquaredL2(kernel), Exponentials(), beta=beta)
         values = fit_values(model, memories, ridge=ridge)
         state = jnp.clip(weigh(model.weights(overlaps), values), low, high)
         return ((state - memories[target]) ** 2).sum(-1).mean()
