@@ -127,7 +127,7 @@ def test_footprints_of_features():
 
 
 def test_rivals_may_compare_patterns_of_unit_norm():
-    """Copies at a tenth of their strength are as far from one memory as from another."""
+    """Copies at a tenth of their strength: raw distances do not tell memories apart."""
     memories = jnp.asarray(data.load("digits", limit=30).values, jnp.float32)
     target = np.arange(30)
 
