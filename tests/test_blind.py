@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_close, every_dtype
+from conftest import assert_close, every_dtype, slow_where
 
 import uhop_jax as uhop
 from uhop_jax import data
@@ -157,7 +157,7 @@ def test_foreign_queries_of_a_known_table(own, foreign):
     assert p[:own].max() < 0.2 and (p[own:] > 0.8).all()
 
 
-@pytest.mark.few(2)
+@slow_where(lambda dtype: dtype != jnp.bfloat16)
 @every_dtype
 def test_every_dtype(digits, dtype):
     query, target = queries_of(digits, Inverted(0.2), 40)

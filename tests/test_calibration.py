@@ -446,6 +446,7 @@ def keys_used(call):
     return result, list(KEYS_USED)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ties", [1, 2, 3, 4, 5])
 def test_copies_for_different_purposes_have_different_keys(ties):
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (4, 40))

@@ -111,6 +111,7 @@ def test_softmax_equals_attention(bias):
     assert_close(hopfield(STATE, MEMORIES, association_mask=mask), expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("separation", ["softmax", "softmax1", "entmax", "polynomial"])
 def test_values_of_few_states_are_means_of_values(separation, dropout):

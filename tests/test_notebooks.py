@@ -25,7 +25,7 @@ FIGURES = {
     "figures_4_and_6_learning": 2,
 }
 
-FIRST = ("tour", "your_own_data", "layers")  # what users open first; others are slow
+FIRST = ("tour",)  # what users open first; others are slow
 
 
 def read(path):

@@ -183,6 +183,7 @@ def test_the_other_protocols_fix_beta(tmp_path, protocol):
         assert np.mean(errors["l2, released sign"]) > 1.3 * np.mean(errors["l2"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("protocol", ["paper", "fair"])
 def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
     changes = {"protocol": protocol, "stage_one.steps": (1, 20), "images": 0}

@@ -518,6 +518,7 @@ def exact_entmax(z, alpha):
 EVERY_ALPHA = (1, 1.01, 1.5, 1.99, 2, 2.01, 2.5, 3, 5, 7, 10, 20, 35, 50)
 
 
+@pytest.mark.few(2)
 @every_dtype
 def test_weights_to_fifty_digits(dtype):
     """At every `alpha` and scale, with ties and near ties among the overlaps."""

@@ -459,6 +459,7 @@ def test_rows_are_normalised_at_the_end_alone():
     assert_close(fitted.loss[:-1], plain.loss[:-1])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("start", [None, LinearKernel(draw(9, D, seed=3))])
 @every_space
 def test_the_last_report_is_of_the_kernel_with_normalised_rows(loss, start):
@@ -720,6 +721,7 @@ def test_bins_have_equal_mass_except_for_repeated_values():
     assert np.diff(kernel.edges).max() < 1 / 14
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("corrupt", "rank", "most"),
     [
@@ -744,6 +746,7 @@ def test_likelihood_is_near_the_limit(corrupt, rank, most):
     assert error < most * limit
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("number", "low"), [(20, 10), (25, 12)])
 def test_likelihood_of_few_memories_learns_from_each(number, low):
     memories = jnp.append(0.0, jnp.arange(low, low + number - 1.0))[:, None]
