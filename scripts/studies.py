@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from uhop_jax.command_line import config_module
+
 
 class Kept(NamedTuple):
     """A command whose results are kept.
@@ -245,18 +247,7 @@ BAG_SETS = {
 }
 
 # What Stage I does in networks: the plain layer, Stage I by four losses, controls.
-IN_NETWORKS = _arms(
-    "MHM",
-    "MHM + U-Hop",
-    "MHM + U-Hop, deep loss",
-    "MHM + untrained kernel",
-    "MHM + kernel by task",
-    "MHM, matched size",
-    "MHM + contrastive",
-    "MHM + contrastive, then task",
-    "MHM + residual kernel by task",
-    "MHM + residual contrastive, then task",
-)
+IN_NETWORKS = _arms(*config_module("recall").get_config().arms)
 ONE = "--config.model.beta='(0.0,)' --config.model.dropout='(0.0,)'"
 NETWORKS = {
     "networks_recall": Kept("train.py --config=configs/recall.py", 25),
