@@ -25,6 +25,7 @@ from typing import NamedTuple
 import claims
 import files
 import learning_claims
+import networks
 import provenance
 import tables
 from claims import Claim, Judged
@@ -92,6 +93,16 @@ def report() -> str:
             "Claim", [(claim.says, judgement.verdict) for claim, judgement in rows]
         ),
         *_evidence("Claim", [_of_claim(*row) for row in rows]),
+        "## Stage I in networks",
+        "",
+        "The score of the plain layer, and paired differences from it in points, with "
+        "half of their 95 % intervals: means over the folds of sets of bags, or over "
+        "seeds ([training](training.md#does-stage-i-help-in-a-network)).",
+        "",
+        networks.table(),
+        "",
+        networks.verdict(),
+        "",
         "## Statements",
         "",
         "Computed with `uhop_jax.theory` (`python scripts/reproduction.py --run "

@@ -317,6 +317,7 @@ def bags() -> str:
 TABLES = {
     "README.md": {
         "grid": lambda: comparison("grid", 500, GRID, True),
+        "networks": networks.verdict,
         "speed": speed,
     },
     "docs/experiments.md": {
