@@ -1,15 +1,20 @@
 """The code of the README and of the documentation runs as it is printed."""
 
+import ast
+import functools
 import importlib
 import json
 import pkgutil
 import re
+import subprocess
+from operator import getitem
 from pathlib import Path
 
 import jax
 import pytest
 
 import uhop_jax
+from uhop_jax.command_line import check_config, load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -44,6 +49,61 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys, untyped):
 def test_python_blocks_of_the_documentation(page, untyped, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_blocks(page.read_text())
+
+
+# Python prints its arguments, and nothing else runs. `FIXED` is named on two pages.
+SHELL = r"""
+python() { printf '%s\0' "$@"; printf '\n'; }
+pip() { :; }; pytest() { :; }; PATH=
+"""
+SHELL += re.search(r"^FIXED=.*$", README, re.MULTILINE)[0] + "\n"
+
+
+def commands(page):
+    """The arguments of each call of Python on a page, or in the head of a config."""
+    text = page.read_text()
+    if page.suffix == ".md":
+        blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    else:  # indented; the next line is indented further
+        indented = re.findall(r"^    python .*(?:\n        .*)*", text, re.MULTILINE)
+        blocks = [" ".join(block.split()) for block in indented]
+    for block in blocks:
+        done = subprocess.run(
+            ["/bin/bash", "-c", SHELL + block],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for call in done.stdout.split("\0\n"):
+            if call:
+                yield call.split("\0")
+
+
+COMMANDED = [ROOT / "README.md", *PAGES, *sorted((ROOT / "configs").glob("*.py"))]
+
+
+@pytest.mark.parametrize("page", COMMANDED, ids=lambda page: page.name)
+def test_commands_have_the_keys_and_types_of_the_shipped_configs(page):
+    for script, *flags in commands(page):
+        assert (ROOT / script).exists() or script == "-m", script
+        if script not in ("train.py", "retrieve.py") or "--config.KEY=VALUE" in flags:
+            continue
+        config, changes = ["retrieval" if script == "retrieve.py" else "vision"], {}
+        for flag in flags:
+            name, value = re.fullmatch(r"--([\w.]+)=(.*)", flag, re.DOTALL).groups()
+            if name == "config":
+                config = value.removeprefix("configs/").replace(".py", "").split(":")
+            elif name != "workdir":
+                key = name.removeprefix("config.")
+                shipped = functools.reduce(
+                    getitem, key.split("."), load_config(*config)
+                )
+                if not isinstance(shipped, str):
+                    value = ast.literal_eval(value)
+                if isinstance(shipped, tuple) and not isinstance(value, tuple):
+                    value = (value,)  # as the command line does
+                changes[key] = value
+        check_config(load_config(*config, changes=changes), config[0])
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda p: p.stem)
