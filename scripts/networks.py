@@ -29,6 +29,7 @@ SCORES = {
     "networks_musk2": ("musk2", "test_auc"),
     "networks_elephant": ("elephant", "test_auc"),
     "networks_ucsb": ("ucsb", "test_auc"),
+    "patches": ("CIFAR-10, patches", "test_accuracy"),
 }
 
 

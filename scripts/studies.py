@@ -189,6 +189,8 @@ RETRIEVAL = {
 CONTROLS = ("MHM + untrained kernel", "MHM + kernel by task", "MHM, matched size")
 RELEASED = "MHM + U-Hop, reference"
 BILEVEL = ("MHM", "MHM + U-Hop", "Sparse MHM", "Sparse MHM + U-Hop")
+# What Stage I does in networks: the plain layer, Stage I by four losses, controls.
+IN_NETWORKS = config_module("recall").get_config().arms
 # The released layer with Stage I and without, and a plain model of equal size.
 TABLE = _arms("MHM", RELEASED, f"{RELEASED}, no Stage I", "MHM, matched size")
 SEEDS = "--config.seeds='(0,1,2)'"
@@ -224,8 +226,8 @@ LEARNING = {
     "patches": Kept(
         f"{VISION}:patches --config.seeds='(0,1,2)' --config.sizes='(5000,)' "
         "--config.patches='(8,)' --config.train.epochs=10 --config.model.depth=2 "
-        + _arms(*BILEVEL[:2], *CONTROLS, *BILEVEL[2:], "entmax", "entmax + U-Hop"),
-        30,
+        + _arms(*IN_NETWORKS, *BILEVEL[2:], "entmax", "entmax + U-Hop"),
+        45,
     ),
     "etth1": Kept(
         f"{SERIES}:etth1 --config.seeds='(0,1)' --config.horizon='(96,192,336,720)' "
@@ -246,15 +248,13 @@ BAG_SETS = {
     "bags_needle": Kept(f"{BAGS}:needle", 3),
 }
 
-# What Stage I does in networks: the plain layer, Stage I by four losses, controls.
-IN_NETWORKS = _arms(*config_module("recall").get_config().arms)
 ONE = "--config.model.beta='(0.0,)' --config.model.dropout='(0.0,)'"
 NETWORKS = {
     "networks_recall": Kept("train.py --config=configs/recall.py", 25),
-    "networks_musk1": Kept(f"{BAGS}:musk1 {ONE} {IN_NETWORKS}", 10),
-    "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {IN_NETWORKS}", 30),
-    "networks_elephant": Kept(f"{BAGS}:elephant {ONE} {IN_NETWORKS}", 15),
-    "networks_ucsb": Kept(f"{BAGS}:ucsb {ONE} {IN_NETWORKS}", 15),
+    "networks_musk1": Kept(f"{BAGS}:musk1 {ONE} {_arms(*IN_NETWORKS)}", 10),
+    "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {_arms(*IN_NETWORKS)}", 30),
+    "networks_elephant": Kept(f"{BAGS}:elephant {ONE} {_arms(*IN_NETWORKS)}", 15),
+    "networks_ucsb": Kept(f"{BAGS}:ucsb {ONE} {_arms(*IN_NETWORKS)}", 15),
 }
 
 STUDIES = RETRIEVAL | LEARNING | BAG_SETS | NETWORKS
