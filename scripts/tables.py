@@ -14,6 +14,7 @@ from files import RESULTS, all_results, read, rows_of
 from studies import BAG_SETS, STUDIES
 
 from uhop_jax import paper, records
+from uhop_jax.experiments.rivals import RIVALS
 from uhop_jax.training import bag_report
 
 ROOT = Path(__file__).parent.parent
@@ -187,15 +188,19 @@ KNOWS = {
 }
 
 
+TINY = 1e-4  # errors below are shown as 0
+
+
 def rivals() -> str:
     """Errors of published rivals beside blind calibration, on the same 500 queries.
 
-    The least error of a row is in bold.
+    The least error of a row is in bold. The sentence below names the cells in which a
+    published rival has it.
     """
     published = rows_of("rivals_mnist")
     if not published:
         return f"Not measured yet: `{STUDIES['rivals_mnist'].command}`."
-    text = []
+    text, won, number = [], [], 0
     for M in sorted({row["memories"] for row in published}):
         head = [f"M = {M}", *(f"{name} ({known})" for name, known in KNOWS.items())]
         text += ["", line(*head), "|---" * len(head) + "|"]
@@ -208,13 +213,23 @@ def rivals() -> str:
             fixed = {name: x for name, x in means.items() if name not in KNOWS}
             best = min(fixed, key=lambda name: fixed[name])
             means["best fixed similarity"] = fixed[best]
-            least = min(means[name] for name in KNOWS)
+            errors = {name: max(means[name], TINY) for name in KNOWS}
+            least = min(errors.values())
             entries = []
-            for name in KNOWS:
-                entry = f"{means[name]:.3g}"
-                entries.append(f"**{entry}**" if means[name] == least else entry)
-            text.append(line(f"{kind.replace('_', ' ')} {level:g}", *entries))
-    return "\n".join(text[1:])
+            for name, error in errors.items():
+                entry = f"{error:.3g}" if error > TINY else "0"
+                entries.append(f"**{entry}**" if error == least else entry)
+            title = f"{kind.replace('_', ' ')} {level:g}"
+            text.append(line(title, *entries))
+            number += 1
+            best = min(errors, key=errors.__getitem__)
+            if best in RIVALS:
+                won.append(
+                    f"{title} with {M} memories ({best} {errors[best]:.3g}, blind "
+                    f"{errors['blind']:.3g})"
+                )
+    sentence = f"A published rival has the least error in {len(won)} of {number} cells"
+    return "\n".join([*text[1:], "", sentence + f": {', '.join(won)}." * bool(won)])
 
 
 def agreement() -> str:
