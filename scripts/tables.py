@@ -216,7 +216,7 @@ def rivals() -> str:
             errors = {name: max(means[name], TINY) for name in KNOWS}
             least = min(errors.values())
             entries = []
-            for name, error in errors.items():
+            for error in errors.values():
                 entry = f"{error:.3g}" if error > TINY else "0"
                 entries.append(f"**{entry}**" if error == least else entry)
             title = f"{kind.replace('_', ' ')} {level:g}"

@@ -34,8 +34,8 @@ RIVALS = {
 }
 ASSUMED = Mask(0.5)  # what the maker of self-made pairs takes for the corruption
 RADII = 40  # of LSR
-RIDGES = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
-WIDTHS = (0.03, 30.0, 12)  # of regression, as `sharpness` in `beta_grid`
+RIDGES = (0.0, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+WIDTHS = (3e-4, 30.0, 18)  # of regression, as `sharpness` in `beta_grid`
 
 
 class UnitNorm(Kernel):
@@ -125,7 +125,10 @@ def _keep_best(
 def _by_radius(
     kernel: Kernel, memories: Array, query: Array, target: Array
 ) -> tuple[Array, Array]:
-    """Errors of LSR `(2, radii)` by its degree, and the inverse temperatures."""
+    """Errors of LSR `(2, radii)` by its degree, and the inverse temperatures.
+
+    A query without a memory within the radius stays where it is.
+    """
     overlaps = NegativeSquaredL2(kernel)(memories, query)
     # Radii from the nearest memory of any query to the middle of all distances.
     far = -jnp.median(overlaps)
@@ -135,7 +138,14 @@ def _by_radius(
 
     def errors(degree: int) -> Array:
         separation = Epanechnikov(degree)
-        return sweep_errors(memories, overlaps, target, separation.tempered, betas)
+
+        def error(beta: Array) -> Array:
+            weights = separation.tempered(overlaps, beta)
+            reached = (weights > 0).any(-1, keepdims=True)
+            state = jnp.where(reached, weigh(weights, memories), query)
+            return ((state - memories[target]) ** 2).sum(-1).mean()
+
+        return lax.map(error, betas)
 
     return jnp.stack([errors(0), errors(1)]), betas
 
