@@ -10,6 +10,7 @@ from conftest import assert_close, every_dtype, slow_where
 
 import uhop_jax as uhop
 from uhop_jax import data
+from uhop_jax._blind_trials import Problem, fixed_trial
 from uhop_jax._expectation import (
     counted,
     fold,
@@ -28,6 +29,7 @@ from uhop_jax.experiments.kinds import (
 )
 from uhop_jax.foreign import LONGEST, NEWTON, _logistic, foreign_probability
 from uhop_jax.likelihood import _counts, factors, probabilities
+from uhop_jax.posterior import mean_and_variance, with_squares
 from uhop_jax.transformations import (
     Blurs,
     Flips,
@@ -122,8 +124,66 @@ def test_foreign_queries_are_told_from_own_ones():
     assert foreign.shape == (260,) and foreign.min() >= 0 and foreign.max() <= 1
     assert np.median(foreign[:200]) < 0.1 and np.median(foreign[200:]) > 0.9
     assert abs(foreign.mean() - 60 / 260) < 0.08
+    # A copy of a memory is no other memory, and does not make queries own or foreign.
+    twice = jnp.concatenate([memories, memories[:7]])
+    np.testing.assert_array_equal(calibration.foreign(twice, query), foreign)
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), calibration)
+    assert_close(wide.foreign(memories, query), foreign.astype(float), floor=0.1)
     with pytest.raises(ValueError, match="memories must be three at least"):
         calibration.foreign(memories[:2], query)
+
+
+def test_mean_and_variance_far_from_the_origin():
+    rng = np.random.default_rng(0)
+    patterns, weights = rng.normal(size=(5, 7)), rng.dirichlet(np.ones(5), 3)
+    mean = weights @ patterns
+    variance = weights @ (patterns**2).sum(-1) - (mean**2).sum(-1)
+    for total, offset in ((1.0, 1000.0), (0.7, 10.0)):
+        rows, center = (patterns + offset).astype(np.float32), np.full(7, offset)
+        values = with_squares(rows, center.astype(np.float32))
+        moments = jnp.asarray(total * weights @ values, jnp.float32)
+        state, spread = mean_and_variance(moments, center, normalized=total == 1)
+        assert_close(state, (total * (mean + offset)), scale=100)
+        if total == 1:
+            assert_close(spread, variance, scale=100)
+        else:  # the rest is at zero
+            second = total * weights @ (rows.astype(float) ** 2).sum(-1)
+            assert_close(
+                spread, second - (np.asarray(state, float) ** 2).sum(-1), scale=100
+            )
+
+
+def test_candidates_of_nan_are_never_chosen():
+    rng = np.random.default_rng(0)
+    memories = jnp.asarray(rng.normal(size=(12, 8)), jnp.float32)
+    query = memories[:10] + 0.1
+    nan = uhop.Dot(uhop.LinearKernel(jnp.full((8, 8), jnp.nan)))
+    with pytest.raises(ValueError, match="weights of LinearKernel"):
+        uhop.calibrate_blind(memories, query, candidates={"nan": nan})
+    huge = {"squared l2": uhop.NegativeSquaredL2(), "cosine": uhop.Cosine()}
+    calibration = uhop.calibrate_blind(1e20 * memories, 1e20 * query, candidates=huge)
+    assert calibration.rival == "cosine" or calibration.name == "cosine"
+    assert bool(jnp.isfinite(calibration.advantage))
+    message = "every candidate gave NaN: .* too large or too small for float32"
+    with pytest.raises(ValueError, match=message):
+        del huge["cosine"]
+        uhop.calibrate_blind(1e20 * memories, 1e20 * query, candidates=huge)
+
+
+def test_the_spread_of_overlaps_is_of_all_memories():
+    rng = np.random.default_rng(0)
+    alike, others = 1 + 1e-4 * rng.normal(size=(1000, 4)), rng.normal(size=(1000, 4))
+    memories = np.concatenate([alike, others]).astype(np.float32)
+    betas = [
+        np.asarray(
+            fixed_trial(
+                Problem.of(x, x[::100] + np.float32(0.01), None),
+                uhop.NegativeSquaredL2(),
+            ).betas
+        )
+        for x in map(jnp.asarray, (memories, memories[::-1]))
+    ]
+    assert (abs(np.log(betas[0] / betas[1])) < 1).all()
 
 
 def test_the_regression_recovers_from_sure_and_wrong_weights():

@@ -31,7 +31,7 @@ from uhop_jax import (
     retrieve,
     save,
 )
-from uhop_jax.calibration import FINALISTS, NEGLIGIBLE
+from uhop_jax.calibration import FINALISTS, NEGLIGIBLE, screened
 from uhop_jax.candidates import default_candidates, two_sided_centering
 from uhop_jax.data import images
 from uhop_jax.experiments.kinds import FoldedNoise
@@ -444,6 +444,15 @@ def keys_used(call):
     result = jax.block_until_ready(call())
     jax.effects_barrier()
     return result, list(KEYS_USED)
+
+
+@pytest.mark.parametrize("memories", [2, 4, 100, 500])
+def test_copies_of_all_memories_are_screened(memories):
+    target = np.arange(-(-1000 // memories) * memories) % memories
+    chosen = screened(len(target), memories)
+    counts = np.bincount(target[chosen], minlength=memories)
+    assert len(chosen) == len(set(chosen)) == 256
+    assert counts.max() - counts.min() <= 1
 
 
 @pytest.mark.few(2)

@@ -140,6 +140,8 @@ def test_known_masks_are_the_given_ones():
     given = {np.asarray(mask).tobytes() for mask in masks}
     assert {np.asarray(mask).tobytes() for mask in known} <= given
     np.testing.assert_array_equal(query, np.where(known, IMAGES, 0))
+    worse, known = KnownMasks(masks, lambda key, x: 1 - x)(KEY, IMAGES)
+    np.testing.assert_array_equal(worse, np.where(known, 1 - IMAGES, 0))
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,9 @@ def test_rivals_have_the_queries_of_blind_calibration(tmp_path, capsys):
     assert "A-Hop, labelled pairs" in capsys.readouterr().out
     with pytest.raises(ValueError, match="method of the blind variant 'MHM'"):
         experiments.run(get_config("blind", methods=("MHM",)), tmp_path / "wrong")
+    changes["corruption.kinds"] = ("known_mask",)
+    with pytest.raises(ValueError, match="blind variant hides .* got known_mask"):
+        experiments.run(get_config("blind", **changes), tmp_path / "wrong")
 
 
 def read_after(directory, config):

@@ -94,6 +94,7 @@ class Trial(NamedTuple):
 def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -> Trial:
     """The trial of a similarity, its model at the beta of the best score."""
     means = np.asarray(scores, np.float64)
+    means = np.where(np.isnan(means), -np.inf, means)
     best = int(means.mean(0).argmax())
     model = Model(similarity, Softmax(), beta=betas[best])
     return Trial(model, means, np.asarray(betas), counts)
@@ -102,7 +103,8 @@ def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -
 def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
     """The trial of a similarity as it is."""
     memories, queries, observed = problem[:3]
-    betas = _betas(similarity, memories[:SPREAD], queries, observed)
+    some = even_sample(len(memories), SPREAD, 1)
+    betas = _betas(similarity, memories[some], queries, observed)
     strips = problem.strips.templates.shape[1]
     leading = leading_by_similarity(
         similarity, memories, queries, observed, betas, strips=strips

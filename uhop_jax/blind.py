@@ -29,14 +29,16 @@ from uhop_jax._checks import (
     as_floating,
     check_finite,
     check_on_host,
+    is_traced,
     wider_dtype,
     working_dtype,
 )
 from uhop_jax._pytree import Pytree
 from uhop_jax.foreign import foreign_probability
-from uhop_jax.kernels import Centering
+from uhop_jax.kernels import Centering, check_numbers
 from uhop_jax.likelihood import probabilities
 from uhop_jax.model import Model
+from uhop_jax.posterior import mean_and_variance, with_squares
 from uhop_jax.similarity import (
     Cosine,
     Dot,
@@ -113,7 +115,7 @@ class BlindCalibration(Pytree):
         calibration: foreign queries among those have taught the table, and seem own.
 
         Args:
-          memories: stored patterns, three at least.
+          memories: stored patterns, three at least; copies count once.
           queries: corrupted patterns.
           observed: true for the known components of the queries.
 
@@ -121,12 +123,16 @@ class BlindCalibration(Pytree):
           ValueError: if shapes do not fit, or there are fewer than three memories.
         """
         memories, queries, observed = _checked(memories, queries, observed, least=1)
+        dtype = wider_dtype(memories, queries, self.table)
+        if not is_traced(memories):
+            _, first = np.unique(np.asarray(memories), axis=0, return_index=True)
+            memories = memories[np.sort(first)]
         if len(memories) < 3:
             raise ValueError(
                 f"memories must be three at least to tell foreign queries, got "
-                f"{len(memories)}"
+                f"{len(memories)} that differ"
             )
-        about = memories, queries, observed
+        about = memories.astype(dtype), queries.astype(dtype), observed
         return foreign_probability(self.likelihood, self.table, *about)
 
     def summary(self) -> str:
@@ -194,6 +200,12 @@ def calibrate_blind(
     for name, similarity in candidates.items():
         trials[name] = fixed_trial(problem, similarity)
     start = max(trials.values(), key=lambda trial: trial.best)
+    if start.best == -np.inf:
+        raise ValueError(
+            "every candidate gave NaN: memories or queries are too large or too small "
+            f"for {memories.dtype}, up to {float(jnp.abs(memories).max()):.3g} and "
+            f"{float(jnp.abs(queries).max()):.3g}"
+        )
     trials[LEARNED] = learned_trial(problem, start.counts)
     if transformations is not None:
         trials[MOVED] = moved_trial(problem, trials[LEARNED].counts, transformations)
@@ -264,6 +276,8 @@ def _ahead(one: Trial, other: Trial) -> tuple[float, float]:
         trial.each[shared] if isinstance(trial.rows, slice) else trial.each
         for trial in (one, other)
     )
+    if other.best == -np.inf:  # it gave NaN
+        return np.inf, 0.0
     difference = first - second
     return float(difference.mean()), float(difference.std() / difference.size**0.5)
 
@@ -289,13 +303,12 @@ def _expected_error(
     memories: Array, queries: Array, observed: Array | None, model: Model
 ) -> Array:
     """Mean over the queries of the variance of their posterior."""
-    squares = (memories * memories).sum(-1, keepdims=True)
-    values = jnp.concatenate([memories, squares], -1)
-    result = retrieve_streamed(
+    center = memories.mean(0)
+    values = with_squares(memories, center)
+    moments = retrieve_streamed(
         model, memories, queries, values=values, observed=observed
-    )
-    state, squared = result.state[:, :-1], result.state[:, -1]
-    return jnp.maximum(squared - (state * state).sum(-1), 0.0).mean()
+    ).state
+    return mean_and_variance(moments, center, normalized=True)[1].mean()
 
 
 def _table(rows: list[np.ndarray]) -> np.ndarray:
@@ -352,6 +365,7 @@ def _check_candidates(candidates: Any, memories: Array) -> None:
         if name in (LEARNED, MOVED):
             raise ValueError(f"candidates must not be named {name!r}, got it")
         check_patterns(memories, memories, similarity)
+        check_numbers(similarity.kernel)
 
 
 def _check_templates(memories: Array, transformations: Transformations) -> None:

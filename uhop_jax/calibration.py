@@ -228,6 +228,16 @@ def calibrate(
 _copies = jax.jit(corrupted_copies, static_argnames="number")
 
 
+def screened(number: int, memories: int) -> np.ndarray:
+    """The copies that all candidates retrieve, `SCREENING` at most.
+
+    Copies go through all memories in turn: the first ones, or even steps through one
+    copy of each memory, so that no memories are screened much more than others.
+    """
+    last = min(number, max(memories, SCREENING)) - 1
+    return np.linspace(0, last, min(number, SCREENING)).round().astype(int)
+
+
 @jax.jit
 def _sweep(
     memories: Array,
@@ -243,7 +253,7 @@ def _sweep(
       the finalists on all copies `(finalists, separations, betas)`; and the inverse
       temperatures `(candidates, betas)`.
     """
-    few = jax.tree.map(lambda x: x[:: -(-x.shape[0] // SCREENING)], copies)
+    few = jax.tree.map(lambda x: x[screened(len(x), len(memories))], copies)
 
     def errors(chosen: Array, copies: tuple, separations: tuple) -> tuple[Array, Array]:
         query, observed, target = copies

@@ -135,8 +135,9 @@ def _made(
     """Queries that the table makes of memories, and which components are known."""
     kernel = likelihood.kernel
     assert isinstance(kernel, LikelihoodKernel)
-    copies = -(-SIMULATED // len(memories))
-    patterns = jnp.tile(memories, (copies, 1))[: max(SIMULATED, 3)]
+    M = len(memories)
+    last = SIMULATED - 1 if M <= SIMULATED else M - 1  # each in turn, or even steps
+    patterns = memories[np.linspace(0, last, SIMULATED).astype(int) % M]
     move_key, value_key = jax.random.split(jax.random.key(0))
     if isinstance(likelihood, Transformed):
         shape = (len(patterns),)

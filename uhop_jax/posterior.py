@@ -1,14 +1,13 @@
 """The limit of every memory: the mean over the posterior of a known corruption."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from uhop_jax._checks import (
-    check_finite,
-    is_traced,
-)
+from uhop_jax._checks import check_finite, is_traced
 from uhop_jax._products import weigh
 from uhop_jax.corruption import Mask, Noise, aligned
 
@@ -67,3 +66,34 @@ def posterior(log_p: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
     """
     impossible = jnp.isneginf(log_p.max(-1, keepdims=True))
     return jax.nn.softmax(jnp.where(impossible, 0.0, log_p), axis=-1)
+
+
+def with_squares(
+    patterns: Float[Any, "M d"], center: Float[Any, " d"]
+) -> Float[Any, "M d+2"]:
+    """Patterns about a centre, their squared norms, and ones, of NumPy or JAX arrays.
+
+    Weighted sums of the rows are the moments that `mean_and_variance` reads. Squares
+    about a centre near the patterns do not cancel, and do not overflow.
+    """
+    about = patterns - center[None]
+    xp = jnp if isinstance(about, jax.Array) else np
+    squares = (about * about).sum(-1, keepdims=True)
+    return xp.concatenate([about, squares, xp.ones_like(squares)], -1)
+
+
+def mean_and_variance(
+    moments: Float[Array, "Q D"], center: Float[Any, " d"], *, normalized: bool
+) -> tuple[Float[Array, "Q d"], Float[Array, " Q"]]:
+    """Mean and variance of patterns whose rows `with_squares` were weighted and summed.
+
+    Weights that sum to less than one (`normalized` is false) leave the rest to zero.
+    """
+    mean, squared, total = moments[:, :-2], moments[:, -2], moments[:, -1]
+    center = jnp.asarray(center, moments.dtype)
+    if not normalized:
+        rest = 1 - total
+        mean = mean - rest[:, None] * center[None]
+        squared = squared + rest * (center * center).sum()
+    variance = jnp.maximum(squared - (mean * mean).sum(-1), 0.0)
+    return mean + center[None], variance

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from uhop_jax._checks import working_dtype
+from uhop_jax._products import weigh
 from uhop_jax.blind import BlindCalibration
 from uhop_jax.calibration import Calibration
 from uhop_jax.kernels import check_numbers
 from uhop_jax.model import Model
+from uhop_jax.posterior import mean_and_variance, with_squares
 from uhop_jax.retrieval import converge, retrieve
 from uhop_jax.sharding import memory_mesh, shard_memories
 from uhop_jax.storage import load, save
@@ -133,8 +136,11 @@ def answer(
         patterns, mask = shard_memories(patterns, memory_mesh(shards))
     result = retrieve(model, patterns, query, observed=observed, mask=mask)
     top, index = jax.lax.top_k(result.weights, 2)
-    squared = (patterns * patterns).sum(-1)
-    variance = result.weights @ squared - (result.state * result.state).sum(-1)
+    working = patterns.astype(working_dtype(patterns))
+    center = working.mean(0)
+    moments = weigh(result.weights, with_squares(working, center))
+    normalized = model.separation.normalized
+    _, variance = mean_and_variance(moments, center, normalized=normalized)
     converged = None
     if model.has_energy:
         end = converge(
@@ -156,7 +162,7 @@ def answer(
         top[:, 0],
         top[:, 0] - top[:, 1],
         effective_memories(result.weights),
-        jnp.maximum(variance, 0.0),
+        variance,
         converged,
         foreign,
     )
@@ -180,25 +186,25 @@ def answer_in_blocks(
       block: patterns in a block; None chooses by their dimension.
     """
     size = block or max(2**20 // patterns.shape[1], 1)
-    # The squares of half precision would overflow.
     working = np.promote_types(patterns.dtype.newbyteorder("="), np.float32)
+    center = np.asarray(patterns[:size], working).mean(0)
 
-    def with_squares() -> Iterator[np.ndarray]:
+    def values() -> Iterator[np.ndarray]:
         for start in range(0, len(patterns), size):
             rows = np.asarray(patterns[start : start + size], working)
-            squares = np.square(rows).sum(-1, keepdims=True)
-            yield np.concatenate([rows, squares], axis=-1)
+            yield with_squares(rows, center)
 
     result = retrieve_streamed(
         model,
         patterns,
         query,
-        values=with_squares,
+        values=values,
         observed=observed,
         top=2,
         block=block,
     )
-    state, squared = result.state[:, :-1], result.state[:, -1]
+    normalized = model.separation.normalized
+    state, variance = mean_and_variance(result.state, center, normalized=normalized)
     return Answers(
         state,
         result.nearest[:, 0],
@@ -206,6 +212,6 @@ def answer_in_blocks(
         result.weights[:, 0],
         result.weights[:, 0] - result.weights[:, 1],
         None,
-        jnp.maximum(squared - (state * state).sum(-1), 0.0),
+        variance,
         None,
     )

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from uhop_jax._checks import check_choice
 from uhop_jax._pytree import Pytree
-from uhop_jax.corruption import Mask, Noise, NormNoise, scale_of
+from uhop_jax.corruption import Corruption, Mask, Noise, NormNoise, scale_of
 from uhop_jax.transformations import Shifts, blurred
 
 _DISTANCE = 2  # pixels that `shift_noise` moves
@@ -241,21 +241,27 @@ class ShiftedNoise(Pytree):
 
 
 class KnownMasks(Pytree):
-    """Hides the unknown components of a mask, which is drawn for each pattern.
+    """Hides the unknown components of a mask, drawn for each pattern.
 
     A call returns the patterns and, for each, the mask that was drawn.
 
     Attributes:
       masks: `(n, d)`, true where a component is known.
+      corruption: of the known components, which are intact if it is None.
     """
 
     masks: Bool[Array, "n d"]
+    corruption: Any = None
 
     def __call__(
         self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
     ) -> tuple[Float[Array, "*batch d"], Bool[Array, "*batch d"]]:
+        key, other = jax.random.split(key)
         which = jax.random.randint(key, patterns.shape[:-1], 0, len(self.masks))
         known = self.masks[which]
+        if self.corruption is not None:
+            patterns, seen = Corruption.of(self.corruption)(other, patterns)
+            known = known if seen is None else known & seen
         return jnp.where(known, patterns, jnp.zeros((), patterns.dtype)), known
 
 

@@ -161,6 +161,11 @@ def check(config: ConfigDict) -> None:
     if config.variant == "blind":
         for name in config.methods:
             check_choice("method of the blind variant", name, RIVALS)
+        if "known_mask" in config.corruption.kinds:
+            raise ValueError(
+                "corruption.kinds: the blind variant hides which components are known, "
+                "got known_mask"
+            )
         return
     known = [method.name for method in METHODS[config.protocol]]
     extra = [CALIBRATED, BLIND, LIMIT] if config.protocol == "fair" else []

@@ -82,7 +82,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     kind = options.kind or ASSUMED
     corruption = corruption_of(kind, options.level, shape, clamped=clamped)
     if observed is not None:
-        corruption = KnownMasks(observed)
+        corruption = KnownMasks(observed, corruption if options.kind else None)
     check(workdir, config, read)
     if memory is None:
         values = jnp.asarray(stored.values)
