@@ -191,7 +191,7 @@ def _query(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     config.block = 0  # memories that are held at a time; 0 is all, or by size if mapped
     config.shards = 0  # devices over which the memories are split; 0 is none
     config.corruption = ml_collections.ConfigDict()
-    config.corruption.kind = ""  # of other variants; "" learns it from the queries
+    config.corruption.kind = ""  # of other variants; "" learns it, or `observed` tells
     config.corruption.level = 0.5  # in the units of the kind
     config.images = 6  # queries in the picture
     return config

@@ -75,8 +75,7 @@ class BlindCalibration(Pytree):
         from the true memory, where the weights are its probabilities.
       name: name of the chosen candidate.
       names: names of all candidates, in the order of `scores`.
-      rival: the best candidate of another kind: fixed, learned, or learned over
-        transformations.
+      rival: the best candidate of another kind, fixed or learned.
       queries: number of queries that were learned from.
       likelihood: the likelihood that the chosen model implies, by which foreign queries
         are told.

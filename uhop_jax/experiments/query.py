@@ -91,10 +91,13 @@ def run(config: ConfigDict, workdir: Path) -> None:
             calibration: Any = _blind(values, jnp.asarray(queries.values), shape)
         else:
             calibration = calibrate(jax.random.key(config.seed), values, corruption)
-            if not options.kind and observed is None:
+            if not options.kind:
+                assumed = f"queries with {ASSUMED} {options.level:g}"
+                if observed is not None:
+                    assumed = "queries whose known components are intact"
                 print(
-                    f"retrieve.py: calibrated for queries with {ASSUMED} "
-                    f"{options.level:g}; corruption.kind names another corruption",
+                    f"retrieve.py: calibrated for {assumed}; corruption.kind names "
+                    "another corruption",
                     file=sys.stderr,
                 )
         memory = CalibratedMemory(values, calibration, shape, stored.names)
