@@ -249,6 +249,40 @@ def test_arrays_in_another_byte_order(dtype, tmp_path, untyped):
     np.testing.assert_array_equal(split, native)
 
 
+def test_numbers_of_a_model_in_another_byte_order(tmp_path, untyped):
+    alpha, weights = np.asarray([1.5, 2.0], ">f4"), np.eye(3).astype(">f8")
+    given = uj.Model(uj.Dot(uj.LinearKernel(weights)), uj.Entmax(alpha), beta=1.0)
+    loaded = uj.load(uj.save(tmp_path / "model", given))
+    native = uj.Model(
+        uj.Dot(uj.LinearKernel(jnp.eye(3))),
+        uj.Entmax(jnp.asarray([1.5, 2.0])),
+        beta=1.0,
+    )
+    expected = uj.retrieve(native, X, X[:2]).state
+    for model in (given, loaded):
+        np.testing.assert_array_equal(uj.retrieve(model, X, X[:2]).state, expected)
+
+
+@pytest.mark.parametrize("dtype", ["i8", ">i8", "u8", list])
+def test_integers_of_more_than_32_bits_are_not_cut(dtype, untyped):
+    large = [[3_000_000_000, 0], [0, 5]]
+    given = large if dtype is list else np.asarray(large, dtype)
+    array = np.asarray(given)
+    with jax.enable_x64(False):
+        beta = array[0, 0]
+        model = uj.Model(uj.NegativeSquaredL2(), beta=beta)
+        wide = uj.Model(uj.NegativeSquaredL2(), beta=int(beta))
+        states = [
+            uj.retrieve(model, given, given).state,
+            uj.retrieve_streamed(wide, array, given).state,
+            uj.retrieve_streamed(model, lambda: iter([array]), array).state,
+            uj.shard_memories(array, uj.memory_mesh(1)).memories,
+        ]
+        for state in states:
+            assert state.dtype == jnp.float32
+            np.testing.assert_array_equal(state, np.asarray(large, np.float32))
+
+
 @pytest.mark.parametrize(
     ("given", "got"),
     [

@@ -169,6 +169,7 @@ class _MeanLoss(SeparationLoss):
     pairs: str = dataclasses.field(default="distinct", metadata={"static": True})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("pairs", self.pairs, ("distinct", "all"))
 
     def _reduce(self, exponents, valid, distinct):

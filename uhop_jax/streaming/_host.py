@@ -14,9 +14,9 @@ from jaxtyping import Array
 
 from uhop_jax._checks import (
     as_floating,
+    holdable,
     is_traced,
     kind_of,
-    native,
 )
 from uhop_jax._files import mapped_array
 from uhop_jax.streaming._device import ArraySource, Window, fold_tiles
@@ -87,7 +87,7 @@ class _Pieces:
 
     def _piece(self, piece: Any) -> np.ndarray:
         """An array of the iterator, of a checked dtype and rank."""
-        piece = native(np.asarray(piece))
+        piece = holdable(np.asarray(piece))
         _check_real(piece, self.name)
         if piece.ndim != 2:
             raise ValueError(
@@ -105,7 +105,7 @@ class _Pieces:
         """Blocks of `size` rows, the last one padded, each with its number of rows."""
         if self.array is not None:
             for start in range(0, len(self.array), size):
-                block = native(np.asarray(self.array[start : start + size]))
+                block = holdable(np.asarray(self.array[start : start + size]))
                 yield _padded(block, size)
             return
         pieces = self._open() if self.begun is None else self.begun
@@ -139,7 +139,7 @@ class _Pieces:
     def take(self, index: np.ndarray, size: int) -> np.ndarray:
         """Rows at `index`, of an iterator in one pass by blocks of `size`."""
         if self.array is not None:
-            return native(np.asarray(self.array[index]))
+            return holdable(np.asarray(self.array[index]))
         rows = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
         start = 0
         for block, count in self.blocks(size):
