@@ -383,6 +383,17 @@ WRONG = [
         dict(memories=lambda: iter([MEMORIES]), values=lambda: iter([VALUES[:9]])),
         "values end before the memories, or after",
     ),
+    *(
+        (
+            dict(memories=memories, values=values, separation=TopK(2)),
+            f"values have {rows} rows, memories {COUNT}: they must agree",
+        )
+        for memories, values, rows in (
+            (MEMORIES, lambda: iter([VALUES[:9]]), 9),
+            (lambda: iter([MEMORIES]), lambda: iter([VALUES, VALUES]), 2 * COUNT),
+            (lambda: iter([MEMORIES]), VALUES[:9], 9),
+        )
+    ),
     (
         dict(memories=jnp.ones((3, D), "f"), query=jnp.ones(D, "f"), beta=1e40),
         r"beta must be positive and finite in float32, got 1e\+40",

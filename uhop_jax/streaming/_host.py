@@ -204,6 +204,14 @@ class HostSource(NamedTuple):
         """Number of memories; None for an iterator before its first pass."""
         return self.memories.count
 
+    def check_lengths(self) -> None:
+        """Refuses values of another number than the memories, where both are known."""
+        values = None if self.values is None else self.values.count
+        if None not in (values, self.length) and values != self.length:
+            raise ValueError(
+                f"values have {values} rows, memories {self.length}: they must agree"
+            )
+
     def run(self, plan: Plan, model: QueryModel, query: Array) -> tuple[Array, ...]:
         """The fields of `Streamed` for queries `(Q, d)`."""
         if is_traced(query) or any(map(is_traced, jax.tree.leaves(model))):
@@ -298,10 +306,12 @@ class _OnHost:
 
     def take(self, index: Array) -> tuple[Array, Array | None]:
         source = self.source
+        source.check_lengths()  # before rows of an array are taken
         rows = [
             None if x is None else x.take(np.asarray(index), self.size)
             for x in (source.memories, source.values)
         ]
+        source.check_lengths()  # after the pass that counts rows of an iterator
         return jax.tree.map(lambda x: jnp.asarray(x).astype(self.plan.dtype), (*rows,))
 
     def _placed(self, with_values: bool) -> Iterator[tuple[Array, Array | None, int]]:
