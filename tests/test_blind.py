@@ -305,6 +305,8 @@ def test_shifts_blurs_and_warps_are_the_corruptions(digits):
     assert nearest == 0
     blurred = Blur(1.0, SHAPE)(jax.random.key(0), images)
     assert_close(Blurs((1.0,), SHAPE)(jnp.int32(0), images), blurred)
+    program = jax.make_jaxpr(lambda x: Blurs((1.0,), SHAPE)(jnp.int32(0), x))(images)
+    assert str(program).count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2
     quarter = Warps((90.0,), (1.0,), SHAPE)(jnp.int32(0), images)
     turned = jnp.rot90(images.reshape(-1, *SHAPE), axes=(1, 2))
     assert_close(quarter.reshape(turned.shape), turned, floor=1e-4)

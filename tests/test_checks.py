@@ -9,10 +9,12 @@ from conftest import assert_close
 
 import uhop_jax as uj
 from uhop_jax import Model, theory
+from uhop_jax import transformations as moves
 
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
 ONES = np.ones(3)
+IMAGE = (8, 8, 1)
 MEMORY = uj.Memory.empty(3).add(X)[0]
 
 
@@ -200,6 +202,63 @@ CASES = [
     (
         lambda: MEMORY.retrieve(uj.Model(beta=1.0), X, values=X),
         "values must be left out: the memory has its own",
+    ),
+    # Kernels that do not fit.
+    (
+        lambda: uj.Dot(uj.Centering(jnp.ones((5, 3))))(X, X),
+        "kernel has 1 axes of memory sets, memories have 0",
+    ),
+    (
+        lambda: uj.fit_footprint(KEY, X, uj.Mask(0.5), kernel="x"),
+        "kernel must be a Kernel such as .*, got str",
+    ),
+    (
+        lambda: uj.fit_footprint(
+            KEY, X, uj.Mask(0.5), kernel=uj.LinearKernel(jnp.eye(2))
+        ),
+        "kernel maps dimension 2, memories have dimension 3",
+    ),
+    # Transformations of images.
+    (lambda: moves.Shifts(-1, IMAGE), "reach must be at least 0, got -1"),
+    (lambda: moves.Shifts(1.5, IMAGE), "reach must be an integer, got 1.5"),
+    (
+        lambda: moves.Shifts(1, (8, 8)),
+        r"shape must be \(height, width, channels\), got \(8, 8\)",
+    ),
+    (lambda: moves.Flips((8, 0, 1)), "width must be at least 1, got 0"),
+    (
+        lambda: moves.image_transformations((8, 8)),
+        r"shape must be \(height, width, channels\), got \(8, 8\)",
+    ),
+    (
+        lambda: moves.Blurs((0.0, 1.0), IMAGE),
+        "widths must be positive and finite, got 0.0",
+    ),
+    (lambda: moves.Blurs((), IMAGE), r"widths must be a tuple of at least one, got"),
+    (
+        lambda: moves.blurred(jnp.ones((1, 64)), 0, IMAGE),
+        "width must be positive and finite, got 0",
+    ),
+    (
+        lambda: moves.Warps((0.0,), (-1.0,), IMAGE),
+        "scales must be positive and finite, got -1.0",
+    ),
+    (
+        lambda: moves.Warps((np.nan,), (1.0,), IMAGE),
+        "degrees must be finite, got 1 NaN or infinite of 1",
+    ),
+    (lambda: moves.Occlusions(0, 1, IMAGE), "side must be at least 1, got 0"),
+    (lambda: moves.Occlusions(2, 0, IMAGE), "stride must be at least 1, got 0"),
+    (lambda: moves.Union(()), "parts must be a tuple of at least one, got"),
+    (
+        lambda: moves.Union((3,)),
+        "transformations must be Transformations such as .*, got 3",
+    ),
+    (
+        lambda: moves.Transformed(
+            transformations=moves.Flips((1, 3, 1)), log_weights=jnp.zeros(2)
+        )(X, X),
+        r"log_weights must have shape \(3,\), one for each transformation, got \(2,\)",
     ),
 ]
 

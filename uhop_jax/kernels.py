@@ -167,7 +167,8 @@ class LowRankKernel(Kernel):
         product = jnp.einsum(
             "...dr,...re->...de", self.left, self.right, precision="highest"
         )
-        return jnp.einsum("...,de->...de", self.scale, identity) + product
+        scaled = jnp.einsum("...,de->...de", self.scale, identity, precision="highest")
+        return scaled + product
 
     def memory_features(self, memories, observed=None):
         return self.query_features(memories, observed)
