@@ -110,8 +110,8 @@ def fit_values(
     dtype = working_dtype(jnp.zeros((), wider_dtype(memories, values)))
     memories, values = memories.astype(dtype), values.astype(dtype)
     weights = retrieve(model, memories, memories).weights
-    result = _solved(weights, values, jnp.asarray(ridge, dtype))
-    if not is_traced(result) and not bool(jnp.isfinite(result).all()):
+    result, solved = _solved(weights, values, jnp.asarray(ridge, dtype))
+    if not is_traced(solved) and not bool(solved):
         raise ValueError(
             f"ridge {float(np.asarray(ridge)):g} leaves the equations of "
             f"{len(memories)} memories without a solution; use a larger ridge"
@@ -120,10 +120,17 @@ def fit_values(
 
 
 @jax.jit
-def _solved(weights: Array, values: Array, ridge: Array) -> Array:
-    """The solution of `(weights + ridge I) A = values`."""
-    identity = jnp.eye(len(weights), dtype=weights.dtype)
-    return jnp.linalg.solve(weights + ridge * identity, values)
+def _solved(weights: Array, values: Array, ridge: Array) -> tuple[Array, Array]:
+    """The solution `A` of `(weights + ridge I) A = values`, and whether it solves it.
+
+    A matrix that is singular up to rounding gives huge numbers, not infinite ones: the
+    equations must hold up to half the digits.
+    """
+    matrix = weights + ridge * jnp.eye(len(weights), dtype=weights.dtype)
+    result = jnp.linalg.solve(matrix, values)
+    error = jnp.abs(jnp.matmul(matrix, result, precision="highest") - values)
+    scale = jnp.maximum(1.0, jnp.abs(values).max(initial=0.0))
+    return result, (error <= float(jnp.finfo(error.dtype).eps) ** 0.5 * scale).all()
 
 
 def whitenings(
