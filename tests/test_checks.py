@@ -218,6 +218,23 @@ CASES = [
         ),
         "kernel maps dimension 2, memories have dimension 3",
     ),
+    # Numbers out of range.
+    (
+        lambda: uj.Softmax().tempered(X, -1.0),
+        "beta must be positive and finite, got -1.0",
+    ),
+    (
+        lambda: theory.weight_error_bound(X, uj.Exponentials()(jnp.ones(5))),
+        "weights must be non-negative and sum to at most 1, .* a sum of 13.59",
+    ),
+    (
+        lambda: theory.weight_error_bound(X, -jnp.ones(5)),
+        "weights must be non-negative .* got a weight of -1",
+    ),
+    (
+        lambda: MEMORY.remove(np.zeros((1, 2), int)),
+        r"slots must have shape \(n,\), got \(1, 2\)",
+    ),
     # Transformations of images.
     (lambda: moves.Shifts(-1, IMAGE), "reach must be at least 0, got -1"),
     (lambda: moves.Shifts(1.5, IMAGE), "reach must be an integer, got 1.5"),
@@ -375,11 +392,23 @@ def test_a_traced_number_out_of_range_gives_nan():
             uj.retrieve_streamed(uj.Model(beta=x), memories, memories).state,
             uj.AverageLoss(x)(memories),
             theory.pattern_separation(memories, distance=x),
+            theory.gradient_descent_bound(1.0, learning_rate=x, steps=1),
+            uj.Polynomial(3).tempered(memories, x),
+            uj.retrieve_streamed(
+                uj.Model(separation=uj.Polynomial(3), beta=x), memories, memories
+            ).state,
+            uj.fit_closed_form(memories, ridge=x - 0.1).weights,
         )
 
     for value in (1.5, -1.0, 0.0, np.inf, np.nan):
         finite = [bool(np.isfinite(x).all()) for x in results(value)]
-        assert finite == [value == 1.5] * 4
+        assert finite == [value == 1.5] * 8
+
+
+def test_a_memory_of_64_bits_needs_them():
+    with jax.enable_x64(False):
+        with pytest.raises(ValueError, match="dtype float64 needs jax_enable_x64"):
+            uj.Memory.empty(2, dtype=np.float64)
 
 
 def test_a_memory_is_not_traced():

@@ -190,6 +190,15 @@ def check_at_least(name: str, value: Any, least: float | int) -> None:
         raise ValueError(f"{name} must be {rule}, got {bad.flat[0]}")
 
 
+def as_at_least(name: str, value: Any, least: float | int, dtype: Any) -> Array:
+    """Numbers in `dtype`; NaN where one in a JAX array is infinite or below `least`."""
+    check_at_least(name, value, least)
+    x = as_floating(value, name).astype(dtype)
+    if not isinstance(value, jax.Array):
+        return x
+    return jnp.where((x >= least) & (x < jnp.inf), x, jnp.nan)
+
+
 def check_probability(name: str, value: Any) -> None:
     """Refuses an array, and a concrete number that is not in `[0, 1]`."""
     check_scalar(name, value)

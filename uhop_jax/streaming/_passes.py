@@ -97,15 +97,17 @@ def average(
     top = zero if null or isinstance(form, Powers) else zero - jnp.inf
     total = zero + driver.once if null else zero
     out, total, top = driver.fold(online, model, y, (), (out, total, top), update)
-    return _finished(model.separation, out, total, top)
+    return _finished(model, out, total, top)
 
 
 @jax.jit
-def _finished(separation: Separation, out: Array, total: Array, top: Array):
+def _finished(model: QueryModel, out: Array, total: Array, top: Array):
     """Normalised average, and the threshold, from sums relative to `top`."""
-    safe = _safe(total)
-    if isinstance(separation.form, Powers):
-        degree = separation.form.degree
+    safe, form = _safe(total), model.separation.form
+    if isinstance(form, Powers):
+        degree = form.degree
+        # The scale of the overlaps has no effect, but NaN is no scale.
+        safe = jnp.where(jnp.isnan(model.beta), jnp.nan, safe)
         reference, shift = top * safe ** (1 / degree), jnp.zeros_like(top)
     else:
         reference, shift = jnp.where(top == -jnp.inf, 0.0, top), jnp.log(safe)
