@@ -394,6 +394,8 @@ def test_a_traced_number_out_of_range_gives_nan():
             theory.pattern_separation(memories, distance=x),
             theory.gradient_descent_bound(1.0, learning_rate=x, steps=1),
             uj.Polynomial(3).tempered(memories, x),
+            uj.Noise(x - 0.1, None, None)(KEY, memories),
+            uj.Noise(x - 0.1, None, None).log_likelihood(memories, memories),
             uj.retrieve_streamed(
                 uj.Model(separation=uj.Polynomial(3), beta=x), memories, memories
             ).state,
@@ -402,7 +404,7 @@ def test_a_traced_number_out_of_range_gives_nan():
 
     for value in (1.5, -1.0, 0.0, np.inf, np.nan):
         finite = [bool(np.isfinite(x).all()) for x in results(value)]
-        assert finite == [value == 1.5] * 8
+        assert finite == [value == 1.5] * 10
 
 
 def test_a_memory_of_64_bits_needs_them():
