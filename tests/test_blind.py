@@ -350,7 +350,7 @@ def test_a_likelihood_over_transformations_is_its_sum_and_is_saved(tmp_path):
     assert_close(uhop.retrieve(uhop.load(path), memories, query).state, whole.state)
     assert not model.has_energy
     with pytest.raises(ValueError, match="degrees and scales"):
-        Warps((1.0,), (), SHAPE)
+        Warps((1.0,), (1.0, 2.0), SHAPE)
     with pytest.raises(ValueError, match="height must be at least 1"):
         image_transformations((0, 3, 1))
     assert dataclasses.is_dataclass(similarity)
