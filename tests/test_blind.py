@@ -365,6 +365,8 @@ def test_shifts_blurs_and_warps_are_the_corruptions(digits):
     assert nearest == 0
     blurred = Blur(1.0, SHAPE)(jax.random.key(0), images)
     assert_close(Blurs((1.0,), SHAPE)(jnp.int32(0), images), blurred)
+    program = jax.make_jaxpr(lambda x: Blurs((1.0,), SHAPE)(jnp.int32(0), x))(images)
+    assert str(program).count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2
     quarter = Warps((90.0,), (1.0,), SHAPE)(jnp.int32(0), images)
     turned = jnp.rot90(images.reshape(-1, *SHAPE), axes=(1, 2))
     assert_close(quarter.reshape(turned.shape), turned, floor=1e-4)
@@ -408,7 +410,7 @@ def test_a_likelihood_over_transformations_is_its_sum_and_is_saved(tmp_path):
     assert_close(uhop.retrieve(uhop.load(path), memories, query).state, whole.state)
     assert not model.has_energy
     with pytest.raises(ValueError, match="degrees and scales"):
-        Warps((1.0,), (), SHAPE)
+        Warps((1.0,), (1.0, 2.0), SHAPE)
     with pytest.raises(ValueError, match="height must be at least 1"):
         image_transformations((0, 3, 1))
     assert dataclasses.is_dataclass(similarity)

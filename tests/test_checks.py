@@ -9,10 +9,12 @@ from conftest import assert_close
 
 import uhop_jax as uj
 from uhop_jax import Model, theory
+from uhop_jax import transformations as moves
 
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
 ONES = np.ones(3)
+IMAGE = (8, 8, 1)
 MEMORY = uj.Memory.empty(3).add(X)[0]
 
 
@@ -201,6 +203,80 @@ CASES = [
         lambda: MEMORY.retrieve(uj.Model(beta=1.0), X, values=X),
         "values must be left out: the memory has its own",
     ),
+    # Kernels that do not fit.
+    (
+        lambda: uj.Dot(uj.Centering(jnp.ones((5, 3))))(X, X),
+        "kernel has 1 axes of memory sets, memories have 0",
+    ),
+    (
+        lambda: uj.fit_footprint(KEY, X, uj.Mask(0.5), kernel="x"),
+        "kernel must be a Kernel such as .*, got str",
+    ),
+    (
+        lambda: uj.fit_footprint(
+            KEY, X, uj.Mask(0.5), kernel=uj.LinearKernel(jnp.eye(2))
+        ),
+        "kernel maps dimension 2, memories have dimension 3",
+    ),
+    # Numbers out of range.
+    (
+        lambda: uj.Softmax().tempered(X, -1.0),
+        "beta must be positive and finite, got -1.0",
+    ),
+    (
+        lambda: theory.weight_error_bound(X, uj.Exponentials()(jnp.ones(5))),
+        "weights must be non-negative and sum to at most 1, .* a sum of 13.59",
+    ),
+    (
+        lambda: theory.weight_error_bound(X, -jnp.ones(5)),
+        "weights must be non-negative .* got a weight of -1",
+    ),
+    (
+        lambda: MEMORY.remove(np.zeros((1, 2), int)),
+        r"slots must have shape \(n,\), got \(1, 2\)",
+    ),
+    # Transformations of images.
+    (lambda: moves.Shifts(-1, IMAGE), "reach must be at least 0, got -1"),
+    (lambda: moves.Shifts(1.5, IMAGE), "reach must be an integer, got 1.5"),
+    (
+        lambda: moves.Shifts(1, (8, 8)),
+        r"shape must be \(height, width, channels\), got \(8, 8\)",
+    ),
+    (lambda: moves.Flips((8, 0, 1)), "width must be at least 1, got 0"),
+    (
+        lambda: moves.image_transformations((8, 8)),
+        r"shape must be \(height, width, channels\), got \(8, 8\)",
+    ),
+    (
+        lambda: moves.Blurs((0.0, 1.0), IMAGE),
+        "widths must be positive and finite, got 0.0",
+    ),
+    (lambda: moves.Blurs((), IMAGE), r"widths must be a tuple of at least one, got"),
+    (
+        lambda: moves.blurred(jnp.ones((1, 64)), 0, IMAGE),
+        "width must be positive and finite, got 0",
+    ),
+    (
+        lambda: moves.Warps((0.0,), (-1.0,), IMAGE),
+        "scales must be positive and finite, got -1.0",
+    ),
+    (
+        lambda: moves.Warps((np.nan,), (1.0,), IMAGE),
+        "degrees must be finite, got 1 NaN or infinite of 1",
+    ),
+    (lambda: moves.Occlusions(0, 1, IMAGE), "side must be at least 1, got 0"),
+    (lambda: moves.Occlusions(2, 0, IMAGE), "stride must be at least 1, got 0"),
+    (lambda: moves.Union(()), "parts must be a tuple of at least one, got"),
+    (
+        lambda: moves.Union((3,)),
+        "transformations must be Transformations such as .*, got 3",
+    ),
+    (
+        lambda: moves.Transformed(
+            transformations=moves.Flips((1, 3, 1)), log_weights=jnp.zeros(2)
+        )(X, X),
+        r"log_weights must have shape \(3,\), one for each transformation, got \(2,\)",
+    ),
 ]
 
 
@@ -249,6 +325,40 @@ def test_arrays_in_another_byte_order(dtype, tmp_path, untyped):
     np.testing.assert_array_equal(split, native)
 
 
+def test_numbers_of_a_model_in_another_byte_order(tmp_path, untyped):
+    alpha, weights = np.asarray([1.5, 2.0], ">f4"), np.eye(3).astype(">f8")
+    given = uj.Model(uj.Dot(uj.LinearKernel(weights)), uj.Entmax(alpha), beta=1.0)
+    loaded = uj.load(uj.save(tmp_path / "model", given))
+    native = uj.Model(
+        uj.Dot(uj.LinearKernel(jnp.eye(3))),
+        uj.Entmax(jnp.asarray([1.5, 2.0])),
+        beta=1.0,
+    )
+    expected = uj.retrieve(native, X, X[:2]).state
+    for model in (given, loaded):
+        np.testing.assert_array_equal(uj.retrieve(model, X, X[:2]).state, expected)
+
+
+@pytest.mark.parametrize("dtype", ["i8", ">i8", "u8", list])
+def test_integers_of_more_than_32_bits_are_not_cut(dtype, untyped):
+    large = [[3_000_000_000, 0], [0, 5]]
+    given = large if dtype is list else np.asarray(large, dtype)
+    array = np.asarray(given)
+    with jax.enable_x64(False):
+        beta = array[0, 0]
+        model = uj.Model(uj.NegativeSquaredL2(), beta=beta)
+        wide = uj.Model(uj.NegativeSquaredL2(), beta=int(beta))
+        states = [
+            uj.retrieve(model, given, given).state,
+            uj.retrieve_streamed(wide, array, given).state,
+            uj.retrieve_streamed(model, lambda: iter([array]), array).state,
+            uj.shard_memories(array, uj.memory_mesh(1)).memories,
+        ]
+        for state in states:
+            assert state.dtype == jnp.float32
+            np.testing.assert_array_equal(state, np.asarray(large, np.float32))
+
+
 @pytest.mark.parametrize(
     ("given", "got"),
     [
@@ -282,11 +392,25 @@ def test_a_traced_number_out_of_range_gives_nan():
             uj.retrieve_streamed(uj.Model(beta=x), memories, memories).state,
             uj.AverageLoss(x)(memories),
             theory.pattern_separation(memories, distance=x),
+            theory.gradient_descent_bound(1.0, learning_rate=x, steps=1),
+            uj.Polynomial(3).tempered(memories, x),
+            uj.Noise(x - 0.1, None, None)(KEY, memories),
+            uj.Noise(x - 0.1, None, None).log_likelihood(memories, memories),
+            uj.retrieve_streamed(
+                uj.Model(separation=uj.Polynomial(3), beta=x), memories, memories
+            ).state,
+            uj.fit_closed_form(memories, ridge=x - 0.1).weights,
         )
 
     for value in (1.5, -1.0, 0.0, np.inf, np.nan):
         finite = [bool(np.isfinite(x).all()) for x in results(value)]
-        assert finite == [value == 1.5] * 4
+        assert finite == [value == 1.5] * 10
+
+
+def test_a_memory_of_64_bits_needs_them():
+    with jax.enable_x64(False):
+        with pytest.raises(ValueError, match="dtype float64 needs jax_enable_x64"):
+            uj.Memory.empty(2, dtype=np.float64)
 
 
 def test_a_memory_is_not_traced():

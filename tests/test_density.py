@@ -138,6 +138,12 @@ def test_equations_without_a_solution_are_named(untyped):
     model = model_of(Exponentials())
     with pytest.raises(ValueError, match="ridge 0 leaves the equations of 18 memories"):
         uhop.fit_values(model, twice)
+    for dtype in (jnp.float32, jnp.float64):  # rounding hides that they are singular
+        one = jnp.asarray(np.random.default_rng(1).normal(size=(50, 20)), dtype)
+        twice_one = one.at[7].set(one[3])
+        for values in (None, jnp.arange(50.0, dtype=dtype)[:, None]):
+            with pytest.raises(ValueError, match="ridge 0 leaves the equations of 50"):
+                uhop.fit_values(model, twice_one, values)
     assert jnp.isfinite(uhop.fit_values(model, twice, ridge=0.1)).all()
     with pytest.raises(ValueError, match=r"values must have shape \(9, v\)"):
         uhop.fit_values(model, MEMORIES, jnp.ones((8, 2)))

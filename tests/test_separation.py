@@ -387,6 +387,19 @@ def test_a_masked_entry_never_shows(sep, hidden):
 
 
 @every_separation
+def test_nan_of_either_sign_shows(sep):
+    z = normal(20, 9, scale=2).at[1, 4].set(jnp.nan).at[2, 0].set(-jnp.nan)
+    bad = jnp.isnan(z).any(-1)
+    p = weights(sep, z)
+    np.testing.assert_array_equal(jnp.isnan(p).all(-1), bad)
+    np.testing.assert_array_equal(jnp.isnan(p).any(-1), bad)
+    gradient = pull_back(sep, z, jnp.cos(jnp.arange(180.0)).reshape(20, 9))
+    np.testing.assert_array_equal(jnp.isnan(gradient).any(-1), bad)
+    if sep.has_conjugate:
+        np.testing.assert_array_equal(jnp.isnan(conjugate(sep, z)), bad)
+
+
+@every_separation
 def test_masks_broadcast(sep):
     z = normal(2, 10, 9)
     where = jnp.arange(9) < 5

@@ -208,6 +208,16 @@ def test_unobserved_components_never_show(similarity, hidden):
     assert (jnp.where(observed, 0.0, by_query) == 0).all()
 
 
+@every_similarity
+def test_nan_shows(similarity):
+    memories, query = normal(COUNT, DIMENSION), normal(4, DIMENSION, seed=7)
+    z = overlaps(
+        similarity, memories.at[1, 0].set(jnp.nan), query.at[2, 1].set(jnp.nan)
+    )
+    bad = (jnp.arange(4) == 2)[:, None] | (jnp.arange(COUNT) == 1)[None]
+    np.testing.assert_array_equal(jnp.isnan(z), bad)
+
+
 @slow_where(combines)
 @on_features
 def test_gradient_over_the_observed(similarity):

@@ -45,6 +45,7 @@ from uhop_jax.corruption import Corruption
 from uhop_jax.losses import LOSSES
 from uhop_jax.separation import SEPARATIONS
 from uhop_jax.similarity import SIMILARITIES
+from uhop_jax.transformations import Blurs
 
 
 def draw(*shape, dtype=jnp.float32, seed=0):
@@ -440,6 +441,13 @@ def test_deep_descriptions_are_refused(tmp_path, depth):
 def test_numbers_of_numpy_stay_static(tmp_path, untyped):
     path = save(tmp_path / "file.npz", TopK(np.int64(3)))
     assert load(path) == TopK(3) and type(load(path).k) is int
+
+
+def test_numbers_of_numpy_in_static_tuples_load(tmp_path, untyped):
+    blurs = Blurs(tuple(np.float32([1, 2])), tuple(np.array([8, 8, 1])))
+    loaded = load(save(tmp_path / "file.npz", blurs))
+    assert loaded == Blurs((1.0, 2.0), (8, 8, 1))
+    assert {type(x) for x in (*loaded.widths, *loaded.shape)} == {float, int}
 
 
 @pytest.mark.parametrize("name", ["~/file", "~/file.npz"])

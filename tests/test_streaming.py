@@ -14,6 +14,8 @@ from uhop_jax import (
     Cosine,
     Dot,
     Entmax,
+    Epanechnikov,
+    Exponentials,
     LinearKernel,
     Memory,
     Model,
@@ -279,11 +281,35 @@ def test_no_array_has_the_size_of_all_overlaps(separation):
     assert held < 20_001 * 32 * 4 / 2
 
 
-def test_nan_in_a_memory_shows():
-    memories = MEMORIES.copy()
-    memories[50, 0] = np.nan
-    streamed = retrieve_streamed(Model(beta=1.0), memories, jnp.asarray(QUERY))
-    assert jnp.isnan(streamed.state).any()
+@pytest.mark.parametrize(
+    ("separation", "on_host"),
+    [
+        *((s, False) for s in (Entmax(1.3), TopK(3), Epanechnikov())),
+        *((s, True) for s in (Entmax(3.0), Exponentials())),
+        *(slow(s, False) for s in (Softmax(), Sparsemax(), Polynomial(4))),
+        *(slow(s, True) for s in (Entmax(1.3), TopK(3), Epanechnikov())),
+    ],
+    ids=label,
+)
+def test_nan_shows(separation, on_host):
+    model = Model(NegativeSquaredL2(), separation, beta=0.1)
+    memories, query = MEMORIES[:40].copy(), normal(3, D, seed=3)
+
+    def states():
+        values, kept = VALUES[:40], memories.copy()
+        sources = (lambda: iter([kept]), lambda: iter([values]))
+        if not on_host:
+            sources = jnp.asarray(kept), jnp.asarray(values)
+        stored, own = sources
+        streamed = retrieve_streamed(
+            model, stored, jnp.asarray(query), values=own, block=16, top=1
+        )
+        return jnp.isnan(streamed.state).all(-1)
+
+    query[1, 0] = np.nan
+    np.testing.assert_array_equal(states(), [False, True, False])
+    memories[30, 0] = np.nan
+    assert states().all()
 
 
 def test_an_iterator_is_opened_once_for_every_pass():
@@ -356,6 +382,17 @@ WRONG = [
     (
         dict(memories=lambda: iter([MEMORIES]), values=lambda: iter([VALUES[:9]])),
         "values end before the memories, or after",
+    ),
+    *(
+        (
+            dict(memories=memories, values=values, separation=TopK(2)),
+            f"values have {rows} rows, memories {COUNT}: they must agree",
+        )
+        for memories, values, rows in (
+            (MEMORIES, lambda: iter([VALUES[:9]]), 9),
+            (lambda: iter([MEMORIES]), lambda: iter([VALUES, VALUES]), 2 * COUNT),
+            (lambda: iter([MEMORIES]), VALUES[:9], 9),
+        )
     ),
     (
         dict(memories=jnp.ones((3, D), "f"), query=jnp.ones(D, "f"), beta=1e40),

@@ -47,7 +47,10 @@ def as_floating(x: Any, name: str) -> Array:
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating):
         return x
     try:
-        x = jnp.asarray(native(x))
+        if isinstance(x, list | tuple) and not _holds_arrays(x):
+            array = np.asarray(x)
+            x = array if array.dtype.kind in "iu" else x
+        x = jnp.asarray(holdable(x))
     except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"{name} must be a numeric array of at most 64 bits, got {kind_of(x)}"
@@ -64,6 +67,23 @@ def native(x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="))
     return x
+
+
+def holdable(x: Any) -> Any:
+    """The number or array in native byte order, with wide integers as floats.
+
+    Without x64, JAX would keep the lower 32 bits of an integer of NumPy's.
+    """
+    if isinstance(x, int):
+        return float(x) if abs(x) >= 2**31 else x
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iu":
+        return x.astype(jnp.result_type(float)) if x.dtype.itemsize > 4 else native(x)
+    return native(x)
+
+
+def _holds_arrays(x: Any) -> bool:
+    """Whether a list holds JAX arrays, which may be traced."""
+    return any(isinstance(part, jax.Array) for part in jax.tree.leaves(x))
 
 
 def kind_of(x: Any) -> str:
@@ -141,7 +161,7 @@ def check_positive(name: str, value: Any, dtype: Any = np.float64) -> None:
 def as_positive(name: str, value: Any, dtype: Any) -> Array:
     """Positive numbers in `dtype`; NaN where one in a JAX array is not positive."""
     check_positive(name, value, dtype)
-    x = jnp.asarray(native(value)).astype(dtype)
+    x = as_floating(value, name).astype(dtype)
     if not isinstance(value, jax.Array):
         return x
     return jnp.where((x > 0) & (x < jnp.inf), x, jnp.nan)
@@ -168,6 +188,15 @@ def check_at_least(name: str, value: Any, least: float | int) -> None:
     if bad.size:
         rule = "finite" if bad.flat[0] == np.inf else f"at least {least:g}"
         raise ValueError(f"{name} must be {rule}, got {bad.flat[0]}")
+
+
+def as_at_least(name: str, value: Any, least: float | int, dtype: Any) -> Array:
+    """Numbers in `dtype`; NaN where one in a JAX array is infinite or below `least`."""
+    check_at_least(name, value, least)
+    x = as_floating(value, name).astype(dtype)
+    if not isinstance(value, jax.Array):
+        return x
+    return jnp.where((x >= least) & (x < jnp.inf), x, jnp.nan)
 
 
 def check_probability(name: str, value: Any) -> None:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 
+from uhop_jax._checks import native
+
 T = TypeVar("T")
 
 # Every class of values by the name under which files store it.
@@ -34,13 +36,18 @@ class Pytree:
 
     Fields are leaves, except static fields, which are declared as
     `dataclasses.field(metadata={"static": True})`. `uhop_jax.save` and `uhop_jax.load`
-    know every subclass.
+    know every subclass. Leaves of NumPy are kept in native byte order, which JAX needs.
     """
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         pytree(cls)
         TYPES[stored_name(cls)] = cls
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if not field.metadata.get("static"):
+                object.__setattr__(self, field.name, native(getattr(self, field.name)))
 
 
 def stored_name(cls: type) -> str:

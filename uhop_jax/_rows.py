@@ -23,9 +23,8 @@ from uhop_jax._checks import (
 )
 from uhop_jax._products import weigh
 from uhop_jax._pytree import varying_alike
-from uhop_jax.kernels import Kernel
 from uhop_jax.model import Model, check_model
-from uhop_jax.similarity import check_observed, check_patterns
+from uhop_jax.similarity import check_observed, check_patterns, check_sets
 
 
 class Problem(NamedTuple):
@@ -62,7 +61,7 @@ def problem_of(model, memories, query, values, mask, observed) -> Problem:
     query = as_floating(query, "query")
     check_patterns(memories, query, model.similarity)
     sets = memories.shape[:-2]
-    _check_sets(model.similarity.kernel, sets)
+    check_sets(model.similarity.kernel, sets)
     if values is not None:
         values = as_floating(values, "values")
         if values.ndim < 2 or values.shape[:-1] != memories.shape[:-1]:
@@ -122,23 +121,6 @@ def _prepared(problem: Problem) -> Problem:
     )
 
 
-def _check_sets(kernel: Kernel, sets: tuple[int, ...]) -> None:
-    """Refuses a batch of kernels that does not match the memory sets."""
-    if not kernel.set_axes:
-        return
-    if kernel.set_axes != len(sets):
-        raise ValueError(
-            f"kernel has {kernel.set_axes} axes of memory sets, memories have "
-            f"{len(sets)}"
-        )
-    for leaf in jax.tree.leaves(kernel):
-        if leaf.shape[: len(sets)] != sets:
-            raise ValueError(
-                f"kernel is for {leaf.shape[: len(sets)]} memory sets, memories are "
-                f"{sets}"
-            )
-
-
 class Row(NamedTuple):
     """One query and its memory set, with the updates that act on the state `y`.
 
@@ -154,11 +136,6 @@ class Row(NamedTuple):
     broken: Array | None
     problem: Problem
 
-    @property
-    def has_energy(self) -> bool:
-        """Whether the model has an energy."""
-        return self.problem.model.has_energy
-
     def weights(self, y: Array) -> Array:
         """Weights over the memories `(M,)`."""
         model, where = self.problem.model, self.problem.mask
@@ -171,9 +148,9 @@ class Row(NamedTuple):
 
     def energy(self, y: Array) -> Array | None:
         """Energy of the state, a scalar; None if the model has no energy."""
-        if not self.has_energy:
-            return None
         model, where = self.problem.model, self.problem.mask
+        if not model.has_energy:
+            return None
         return self._unless_broken(model.energy(self._overlaps(y), y, where))
 
     def start(self) -> Array:

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from uhop_jax._checks import (
-    check_key,
-)
+from uhop_jax._checks import check_key
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import Centering
@@ -22,9 +20,7 @@ from uhop_jax.similarity import (
     NegativeSquaredL2,
     Similarity,
 )
-from uhop_jax.trials import (
-    corrupted_copies,
-)
+from uhop_jax.trials import corrupted_copies
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 

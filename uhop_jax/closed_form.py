@@ -10,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
 from uhop_jax._checks import (
+    as_at_least,
     as_floating,
-    check_at_least,
     check_memory_set,
     check_positive,
     is_traced,
@@ -48,10 +48,10 @@ def fit_closed_form(
     Raises:
       ValueError: if the ridge is negative, or is zero and the memories are dependent.
     """
-    check_at_least("ridge", ridge, 0)
     memories = as_floating(memories, "memories")
+    floor = as_at_least("ridge", ridge, 0, working_dtype(memories))
     check_memory_set(memories)
-    memories = memories.astype(working_dtype(memories))
+    memories = memories.astype(floor.dtype)
     if not is_traced(ridge) and np.ndim(ridge) == 0 and ridge == 0:
         weights = _interpolation(memories)
         if not is_traced(weights) and not bool(jnp.isfinite(weights).all()):
@@ -61,7 +61,7 @@ def fit_closed_form(
                 f"{memories.shape[-1]}; use a ridge above 0"
             )
         return LinearKernel(weights)
-    return _whiten(memories, jnp.asarray(ridge, memories.dtype))
+    return _whiten(memories, floor)
 
 
 def fit_values(
@@ -98,7 +98,6 @@ def fit_values(
       ValueError: if the ridge is negative, shapes do not fit, or the equations have no
         solution, as for equal memories without a ridge.
     """
-    check_at_least("ridge", ridge, 0)
     memories = as_floating(memories, "memories")
     values = memories if values is None else as_floating(values, "values")
     check_memory_set(memories, distinct=False)
@@ -110,8 +109,9 @@ def fit_values(
     dtype = working_dtype(jnp.zeros((), wider_dtype(memories, values)))
     memories, values = memories.astype(dtype), values.astype(dtype)
     weights = retrieve(model, memories, memories).weights
-    result = _solved(weights, values, jnp.asarray(ridge, dtype))
-    if not is_traced(result) and not bool(jnp.isfinite(result).all()):
+    floor = as_at_least("ridge", ridge, 0, dtype)
+    result, solved = _solved(weights, values, floor)
+    if not is_traced(solved) and not bool(solved):
         raise ValueError(
             f"ridge {float(np.asarray(ridge)):g} leaves the equations of "
             f"{len(memories)} memories without a solution; use a larger ridge"
@@ -120,10 +120,17 @@ def fit_values(
 
 
 @jax.jit
-def _solved(weights: Array, values: Array, ridge: Array) -> Array:
-    """The solution of `(weights + ridge I) A = values`."""
-    identity = jnp.eye(len(weights), dtype=weights.dtype)
-    return jnp.linalg.solve(weights + ridge * identity, values)
+def _solved(weights: Array, values: Array, ridge: Array) -> tuple[Array, Array]:
+    """The solution `A` of `(weights + ridge I) A = values`, and whether it solves it.
+
+    A matrix that is singular up to rounding gives huge numbers, not infinite ones: the
+    equations must hold up to half the digits.
+    """
+    matrix = weights + ridge * jnp.eye(len(weights), dtype=weights.dtype)
+    result = jnp.linalg.solve(matrix, values)
+    error = jnp.abs(jnp.matmul(matrix, result, precision="highest") - values)
+    scale = jnp.maximum(1.0, jnp.abs(values).max(initial=0.0))
+    return result, (error <= float(jnp.finfo(error.dtype).eps) ** 0.5 * scale).all()
 
 
 def whitenings(

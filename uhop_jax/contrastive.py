@@ -84,7 +84,11 @@ class ContrastiveLoss(Pytree):
         )
         if self.normalize:
             features, views = _unit(features), _unit(views)
-        scores = 2 * t * jnp.einsum("...md,...nd->...mn", views, features)
+        scores = (
+            2
+            * t
+            * jnp.einsum("...md,...nd->...mn", views, features, precision="highest")
+        )
         own = jnp.diagonal(scores, axis1=-2, axis2=-1)
         scores = jnp.where(valid[..., None, :], scores, -jnp.inf)
         losses = jnp.where(valid, logsumexp(scores, axis=-1) - own, 0.0)

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from uhop_jax._checks import (
+    as_at_least,
     as_floating,
     check_at_least,
     check_key,
@@ -173,7 +174,7 @@ class AddedNoise(Pytree, abc.ABC):
         self.check(patterns=patterns)
         check_key(key)
         noise = self._unit(jax.random.normal(key, patterns.shape, patterns.dtype))
-        noisy = patterns + jnp.asarray(self.scale, patterns.dtype) * noise
+        noisy = patterns + as_at_least("scale", self.scale, 0, patterns.dtype) * noise
         return jnp.clip(noisy, self.low, self.high)
 
     @abc.abstractmethod
@@ -226,7 +227,8 @@ class Noise(AddedNoise):
         if observed is not None:  # any value in the range will do where it is false
             query = jnp.where(observed, query, memories.min())
         self.check(memories=memories, query=query)
-        scale, exact = scale_of(self.scale, memories.dtype)
+        scale = as_at_least("scale", self.scale, 0, memories.dtype)
+        scale, exact = scale_of(scale, memories.dtype)
         inside = counted = jnp.ones(query.shape, bool) if observed is None else observed
         log_p = jnp.zeros((*query.shape[:-1], memories.shape[0]), memories.dtype)
         for bound, side in ((self.low, 1.0), (self.high, -1.0)):

@@ -31,7 +31,7 @@ from uhop_jax._checks import (
 from uhop_jax._fast import descending
 from uhop_jax._pytree import varying_alike
 from uhop_jax.kernels import Identity, Kernel
-from uhop_jax.similarity import Similarity
+from uhop_jax.similarity import Similarity, check_patterns, check_sets
 from uhop_jax.trials import corrupted_copies
 
 COMPARISONS = 100_000  # about how many memories and queries are compared in learning
@@ -141,6 +141,10 @@ def fit_footprint(
     check_memory_set(memories, distinct=False)
     if memories.ndim != 2:
         raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
+    start = jnp.zeros(memories.shape[-1], memories.dtype)
+    empty = Footprint(kernel=kernel, distance=start, product=start)
+    check_patterns(memories, memories, empty)
+    check_sets(kernel)
     M = len(memories)
     if pairs is None:
         pairs = min(PAIRS, max(1, COMPARISONS // M))

@@ -167,7 +167,8 @@ class LowRankKernel(Kernel):
         product = jnp.einsum(
             "...dr,...re->...de", self.left, self.right, precision="highest"
         )
-        return jnp.einsum("...,de->...de", self.scale, identity) + product
+        scaled = jnp.einsum("...,de->...de", self.scale, identity, precision="highest")
+        return scaled + product
 
     def memory_features(self, memories, observed=None):
         return self.query_features(memories, observed)
@@ -289,14 +290,18 @@ class LikelihoodKernel(Kernel):
 
     def memory_features(self, memories, observed=None):
         del observed  # unobserved components are zero in the features of the query
-        features = self.memory_table[bins(memories, self.edges)]
+        features = self._entries(self.memory_table, memories)
         return features.reshape(*memories.shape[:-1], -1)
 
     def query_features(self, query, observed=None):
-        features = self.query_table[bins(query, self.edges)]
+        features = self._entries(self.query_table, query)
         if observed is not None:
             features = jnp.where(observed[..., None], features, 0.0)
         return features.reshape(*query.shape[:-1], -1)
+
+    def _entries(self, table: Array, x: Array) -> Array:
+        """The rows `(..., d, r)` of the table by the bins of `x`; NaN for NaN."""
+        return jnp.where(jnp.isnan(x)[..., None], jnp.nan, table[bins(x, self.edges)])
 
 
 def check_numbers(kernel: Any) -> None:
@@ -335,7 +340,10 @@ def _check_shape(kernel: Kernel, name: str, shape: tuple[int, ...]) -> None:
 
 
 def bins(x: Float[Array, "*shape"], edges: Float[Array, " n"]) -> Int[Array, "*shape"]:
-    """The bin of each value: the number of ascending `edges` at most as large."""
+    """The bin of each value: the number of ascending `edges` at most as large.
+
+    NaN has the last bin.
+    """
     # Bisection takes seven steps for 64 edges; comparing with all of them is 20 times
     # slower on CPUs.
     x = x.astype(edges.dtype)

@@ -18,11 +18,11 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from uhop_jax._checks import (
     as_boolean,
     as_floating,
+    as_positive,
     as_scalar,
     broadcast_rows,
     check_choice,
     check_count,
-    check_positive,
     working_dtype,
 )
 from uhop_jax._products import gram_matrix
@@ -108,10 +108,9 @@ class SeparationLoss(Pytree, abc.ABC):
           ValueError: if `t` or the dimension is out of range.
         """
         check_count("dimension", dimension, 1)
-        check_positive("t", self.t)
         M = jnp.asarray(number).astype(jnp.result_type(float))
-        least = self._least(M, float(dimension))
-        return jnp.where(M < 2, 0.0, 2 * jnp.asarray(self.t).astype(M.dtype) * least)
+        t = as_positive("t", self.t, M.dtype)
+        return jnp.where(M < 2, 0.0, 2 * t * self._least(M, float(dimension)))
 
     def in_dtype(self, dtype: Any) -> "SeparationLoss":
         """The loss with `t` in a dtype; refuses a `t` that is no positive number."""
@@ -169,6 +168,7 @@ class _MeanLoss(SeparationLoss):
     pairs: str = dataclasses.field(default="distinct", metadata={"static": True})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("pairs", self.pairs, ("distinct", "all"))
 
     def _reduce(self, exponents, valid, distinct):

@@ -65,12 +65,19 @@ class Memory(Pytree):
           dtype: dtype of patterns and values; None is the default float.
 
         Raises:
-          ValueError: if a number is below 1, or the dtype is not floating.
+          ValueError: if a number is below 1, or the dtype is not floating, or has 64
+            bits without `jax_enable_x64`.
         """
         check_count("dimension", dimension, 1)
         check_count("capacity", capacity, 1)
         dtype = jnp.result_type(float) if dtype is None else dtype
         check_floating("dtype", dtype)
+        held = jax.dtypes.canonicalize_dtype(dtype)
+        if held != jnp.dtype(dtype):
+            raise ValueError(
+                f"dtype {jnp.dtype(dtype)} needs jax_enable_x64: without it JAX has "
+                f"{held}"
+            )
         values = None
         if value_dimension is not None:
             check_count("value_dimension", value_dimension, 1)
@@ -213,7 +220,9 @@ class Memory(Pytree):
         """Slots `(n,)` in use, int64; refuses free and repeated slots."""
         slots = np.atleast_1d(np.asarray(slots))
         used = self._known()
-        if slots.size and slots.dtype.kind not in "iu" or slots.ndim != 1:
+        if slots.ndim != 1:
+            raise ValueError(f"slots must have shape (n,), got {slots.shape}")
+        if slots.size and slots.dtype.kind not in "iu":
             raise ValueError(f"slots must be integers, got {slots.dtype}")
         slots = slots.astype(np.int64)
         for slot in slots:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from uhop_jax._checks import check_positive, native
+from uhop_jax._checks import check_positive, holdable
 from uhop_jax._pytree import Pytree
 from uhop_jax.kernels import Identity
 from uhop_jax.separation import Separation, Softmax, check_separation
@@ -44,7 +44,8 @@ class Model(Pytree):
         check_similarity(self.similarity)
         check_separation(self.separation)
         check_positive("beta", self.beta)
-        object.__setattr__(self, "beta", native(self.beta))
+        super().__post_init__()
+        object.__setattr__(self, "beta", holdable(self.beta))
 
     @property
     def has_energy(self) -> bool:

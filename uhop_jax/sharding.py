@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from uhop_jax._checks import check_choice, check_count, native
+from uhop_jax._checks import check_choice, check_count, holdable, native
 
 AXIS = "memories"
 
@@ -106,7 +106,7 @@ def shard_memories(
 
 def _placed(x: Any, shape: tuple[int, ...], split: NamedSharding) -> Array:
     """The array `shape` split over devices; rows that `x` lacks are zero."""
-    dtype = jnp.asarray(np.zeros((), x.dtype)).dtype
+    dtype = jnp.asarray(holdable(np.zeros((), x.dtype))).dtype
 
     def part(index: Any) -> np.ndarray:
         local = np.asarray(x[index])

@@ -75,6 +75,7 @@ class Similarity(Pytree, abc.ABC):
         memories = as_floating(memories, "memories")
         query = as_floating(query, "query")
         check_patterns(memories, query, self)
+        check_sets(self.kernel)
         observed = check_observed(observed, query)
         if observed is None or not self.kernel.local:
             keys = self.keys(memories)
@@ -300,6 +301,23 @@ def check_patterns(memories: Any, query: Any, similarity: Any) -> None:
             f"{type(kernel).__name__} compares by Dot alone, got "
             f"{type(similarity).__name__}"
         )
+
+
+def check_sets(kernel: Kernel, sets: tuple[int, ...] = ()) -> None:
+    """Refuses a batch of kernels that does not match the memory sets."""
+    if not kernel.set_axes:
+        return
+    if kernel.set_axes != len(sets):
+        raise ValueError(
+            f"kernel has {kernel.set_axes} axes of memory sets, memories have "
+            f"{len(sets)}"
+        )
+    for leaf in jax.tree.leaves(kernel):
+        if leaf.shape[: len(sets)] != sets:
+            raise ValueError(
+                f"kernel is for {leaf.shape[: len(sets)]} memory sets, memories are "
+                f"{sets}"
+            )
 
 
 def check_observed(observed: Any, query: Array) -> Array | None:

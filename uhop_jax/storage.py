@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array
 
 from uhop_jax import kernels
+from uhop_jax._checks import native
 from uhop_jax._files import read_archive, reading, user_path
 from uhop_jax._pytree import TYPES, Pytree, stored_name
 
@@ -136,12 +137,11 @@ def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
         fields = {}
         for field in dataclasses.fields(value):  # type: ignore[arg-type]
             x = getattr(value, field.name)
-            if field.metadata.get("static") and isinstance(x, np.generic):
-                x = x.item()
+            x = _plain(x) if field.metadata.get("static") else x
             fields[field.name] = _describe(x, f"{name}.{field.name}", arrays)
         return {"type": stored_name(type(value)), "fields": fields}
     try:
-        array = np.asarray(value)
+        array = native(np.asarray(value))
     except TypeError:
         array = np.asarray(None)
     if array.dtype == object:
@@ -152,6 +152,13 @@ def _describe(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     # NumPy's format has no bfloat16: every array is stored as bytes.
     arrays[name] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
     return {"array": name, "dtype": array.dtype.name, "shape": list(array.shape)}
+
+
+def _plain(value: Any) -> Any:
+    """A static value with numbers of Python for numbers of NumPy."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _build(node: Any, name: str, arrays: Mapping[str, np.ndarray]) -> Any:

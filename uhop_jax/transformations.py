@@ -17,7 +17,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from uhop_jax._checks import check_count
+from uhop_jax._checks import (
+    as_numbers,
+    as_positive,
+    check_count,
+    check_finite,
+    check_positive,
+)
 from uhop_jax._products import contract
 from uhop_jax._pytree import Pytree
 from uhop_jax.similarity import Dot
@@ -29,7 +35,11 @@ Shape = tuple[int, int, int]
 
 
 class Transformations(Pytree, abc.ABC):
-    """A finite set of maps of patterns to patterns; subclasses define both members."""
+    """A finite set of maps of patterns to patterns; subclasses define both members.
+
+    Raises:
+      ValueError: if a field of a subclass is out of range.
+    """
 
     @property
     @abc.abstractmethod
@@ -51,6 +61,11 @@ class Union(Transformations):
     """
 
     parts: tuple[Transformations, ...]
+
+    def __post_init__(self):
+        _keep(self, parts=_some("parts", self.parts))
+        for part in self.parts:
+            check_transformations(part)
 
     @property
     def number(self) -> int:
@@ -77,6 +92,10 @@ class Shifts(Transformations):
     reach: int = dataclasses.field(metadata={"static": True})
     shape: Shape = dataclasses.field(metadata={"static": True})
 
+    def __post_init__(self):
+        _keep(self, shape=_image_shape(self.shape))
+        check_count("reach", self.reach, 0)
+
     @property
     def number(self) -> int:
         return (2 * self.reach + 1) ** 2
@@ -98,6 +117,9 @@ class Flips(Transformations):
     """
 
     shape: Shape = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self):
+        _keep(self, shape=_image_shape(self.shape))
 
     @property
     def number(self) -> int:
@@ -122,6 +144,11 @@ class Blurs(Transformations):
     widths: tuple[float, ...] = dataclasses.field(metadata={"static": True})
     shape: Shape = dataclasses.field(metadata={"static": True})
 
+    def __post_init__(self):
+        shape = _image_shape(self.shape)
+        _keep(self, widths=_some("widths", self.widths), shape=shape)
+        check_positive("widths", self.widths)
+
     @property
     def number(self) -> int:
         return len(self.widths)
@@ -145,6 +172,14 @@ class Warps(Transformations):
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self):
+        _keep(
+            self,
+            degrees=_some("degrees", self.degrees),
+            scales=_some("scales", self.scales),
+            shape=_image_shape(self.shape),
+        )
+        check_finite("degrees", as_numbers("degrees", self.degrees))
+        check_positive("scales", self.scales)
         if len(self.degrees) != len(self.scales):
             raise ValueError(
                 f"degrees and scales must be of one length, got {len(self.degrees)} "
@@ -194,6 +229,11 @@ class Occlusions(Transformations):
     stride: int = dataclasses.field(metadata={"static": True})
     shape: Shape = dataclasses.field(metadata={"static": True})
 
+    def __post_init__(self):
+        _keep(self, shape=_image_shape(self.shape))
+        check_count("side", self.side, 1)
+        check_count("stride", self.stride, 1)
+
     @property
     def _places(self) -> tuple[int, int]:
         rows, columns = (
@@ -223,11 +263,11 @@ def image_transformations(shape: Sequence[int]) -> Transformations:
 
     Args:
       shape: height, width and channels of the images.
+
+    Raises:
+      ValueError: if the shape does not have three positive integers.
     """
-    height, width, channels = shape
-    for name, value in (("height", height), ("width", width), ("channels", channels)):
-        check_count(name, value, 1)
-    size = (int(height), int(width), int(channels))
+    size = _image_shape(shape)
     reach = min(_REACH, min(size[:2]) - 1)
     return Union((Shifts(reach, size), Blurs(_WIDTHS, size)))
 
@@ -265,6 +305,13 @@ class Transformed(Dot):
     def _compare(self, keys, state, restrict):
         state = self.kernel.query_features(state, restrict)
 
+        number = self.transformations.number
+        if jnp.shape(self.log_weights) != (number,):
+            raise ValueError(
+                f"log_weights must have shape ({number},), one for each "
+                f"transformation, got {jnp.shape(self.log_weights)}"
+            )
+
         def product(index: Array, log_weight: Array) -> Array:
             features = self.kernel.memory_features(self.transformations(index, keys))
             overlaps = contract(state, features)
@@ -273,9 +320,36 @@ class Transformed(Dot):
         def add(total: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
             return jnp.logaddexp(total, product(*row)), None
 
-        number = jnp.arange(self.transformations.number, dtype=jnp.int32)
-        first = product(number[0], self.log_weights[0])
-        return lax.scan(add, first, (number[1:], self.log_weights[1:]))[0]
+        index = jnp.arange(number, dtype=jnp.int32)
+        first = product(index[0], self.log_weights[0])
+        return lax.scan(add, first, (index[1:], self.log_weights[1:]))[0]
+
+
+def _image_shape(shape: Any) -> Shape:
+    """Height, width and channels as integers of Python."""
+    try:
+        height, width, channels = shape
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"shape must be (height, width, channels), got {shape!r}"
+        ) from None
+    for name, value in (("height", height), ("width", width), ("channels", channels)):
+        check_count(name, value, 1)
+    return int(height), int(width), int(channels)
+
+
+def _some(name: str, values: Any) -> tuple:
+    """At least one value as a tuple, which can be static."""
+    values = tuple(values) if np.iterable(values) else ()
+    if not values:
+        raise ValueError(f"{name} must be a tuple of at least one, got {values!r}")
+    return values
+
+
+def _keep(transformations: Transformations, **fields: Any) -> None:
+    """Sets fields of a new set of transformations to their checked values."""
+    for name, value in fields.items():
+        object.__setattr__(transformations, name, value)
 
 
 def _images(patterns: Array, shape: Shape) -> Array:
@@ -295,10 +369,14 @@ def blurred(
 
     Args:
       patterns: images, one per row.
-      width: standard deviation in pixels.
+      width: standard deviation in pixels, positive.
       shape: height, width and channels of the images.
+
+    Raises:
+      ValueError: if the width is not positive, or shapes do not fit.
     """
     images = _images(patterns, shape)
+    width = as_positive("width", width, patterns.dtype)
     for axis in (1, 2):
         size = shape[axis - 1]
         at = jnp.arange(size, dtype=patterns.dtype)
@@ -310,7 +388,9 @@ def blurred(
         matrix = jnp.zeros((size, size), patterns.dtype)
         spread = jnp.broadcast_to(weights[None], sources.shape)
         matrix = matrix.at[rows, sources].add(spread)
-        moved = jnp.tensordot(images, matrix.T, axes=(axis, 0))
+        moved = jnp.tensordot(
+            images, matrix.T, axes=(axis, 0), precision=lax.Precision.HIGHEST
+        )
         images = jnp.moveaxis(moved, -1, axis)
     return images.reshape(patterns.shape)
 

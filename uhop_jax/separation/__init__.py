@@ -7,8 +7,9 @@ maximum over the memory axis, so it fuses, vectorises and shards.
 
 A masked entry (`where` false, or an overlap of `-inf`) has weight zero and gradient
 zero whatever its value, NaN included. A row without any valid entry has all-zero
-weights and conjugate zero. Half-precision overlaps are computed in float32 and their
-results returned in half precision.
+weights and conjugate zero. NaN at a valid entry makes every weight of the row NaN,
+under `Exponentials` its own weight alone. Half-precision overlaps are computed in
+float32 and their results returned in half precision.
 """
 
 import dataclasses

@@ -60,7 +60,7 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
             lambda: jnp.where(steep, steep_weights(z, e), p),
             lambda: p,
         )
-    return jnp.where(jnp.isnan(e), e, p)
+    return jnp.where(jnp.isnan(e) | jnp.isnan(top), jnp.nan, p)
 
 
 @functools.partial(entmax_weights.defjvp, symbolic_zeros=True)
@@ -77,13 +77,13 @@ def _entmax_jvp(power, primals, tangents):
 def _entmax_tangent(
     p: Array, alpha: Array, dz: Array | None, dalpha: Array | None, power: Power | None
 ) -> Array:
-    """Tangent of the weights `p`; None stands for a tangent of zero."""
+    """Tangent of the weights `p`, NaN for NaN; None stands for a tangent of zero."""
     e = (alpha - 1).astype(p.dtype)
     mode = run_time_power(e) if power is None else power
     slope = switch(mode, functools.partial(_support_power, p, e))
     rate = jnp.zeros_like(p)  # tangent at a fixed threshold, divided by the slope
     if dz is not None:
-        rate += jnp.where(p > 0, dz, 0.0)
+        rate += jnp.where(p == 0, 0.0, dz)
     if dalpha is not None:
         rate += _alpha_rate(p, slope, e) * dalpha.astype(p.dtype)
     if power is None or power is Power.GENERAL:
@@ -98,7 +98,7 @@ def _entmax_tangent(
         index = lax.broadcasted_iota(jnp.int32, p.shape, p.ndim - 1)
         chosen = (index == least) & (e > 1)
         chosen_rate = jnp.where(chosen, rate, 0.0).sum(-1, keepdims=True)
-        rate = jnp.where(p > 0, rate - chosen_rate, 0.0)
+        rate = jnp.where(p == 0, 0.0, rate - chosen_rate)
     total = slope.sum(-1, keepdims=True)
     mean = (slope * rate).sum(-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
     return slope * (rate - mean)
@@ -107,7 +107,8 @@ def _entmax_tangent(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def weights_at(x: Array, e: Array, power: Power) -> Array:
     """`exp_e(x)`, the weights at a known threshold; `e` broadcasts against `x`."""
-    return exp_and_slope(x, jnp.zeros_like(e), e, power)[0]
+    p, _ = exp_and_slope(x, jnp.zeros_like(e), e, power)
+    return jnp.where(jnp.isnan(x), x, p) if power is Power.GENERAL else p
 
 
 @weights_at.defjvp
@@ -115,13 +116,13 @@ def _weights_at_jvp(power, primals, tangents):
     (x, e), (dx, de) = primals, tangents
     p = weights_at(x, e, power)
     slope = _support_power(p, e, power)
-    return p, slope * (jnp.where(p > 0, dx, 0.0) + _alpha_rate(p, slope, e) * de)
+    return p, slope * (jnp.where(p == 0, 0.0, dx) + _alpha_rate(p, slope, e) * de)
 
 
 @jax.custom_jvp
 def steep_weights_at(x: Array, w: Array, e: Array) -> Array:
     """`(w^e + e x)^(1/e)`, the weights for a known smallest weight `w`, for `e > 1`."""
-    return steep_sums(x, w, e)[0]
+    return jnp.where(jnp.isnan(x), x, steep_sums(x, w, e)[0])
 
 
 @steep_weights_at.defjvp
@@ -138,19 +139,19 @@ def _steep_weights_at_jvp(primals, tangents):
     direct = slope / e * (term(w) - term(p))
     log_ratio = jnp.log(w) - _log(p)
     by_w = jnp.where(p > 0, jnp.exp((e - 1) * jnp.minimum(log_ratio, 0.0)), 0.0)
-    return p, slope * jnp.where(p > 0, dx, 0.0) + by_w * dw + direct * de
+    return p, slope * jnp.where(p == 0, 0.0, dx) + by_w * dw + direct * de
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _support_power(p: Array, e: Array, power: Power) -> Array:
     """`p^(2 - alpha)` on the support, zero off it."""
     if power is Power.LINEAR:
-        return (p > 0).astype(p.dtype)
+        return jnp.ceil(0.5 * p)  # 0, 1 or NaN; faster than `sign`
     if power is Power.SQUARE:
-        return jnp.sqrt(jnp.where(p > 0, p, 1.0)) * jnp.where(p > 0, 1.0, 0.0)
+        return jnp.sqrt(p)
     # The cap at the square root of the range keeps products of two slopes finite.
     cap = 0.5 * math.log(float(jnp.finfo(p.dtype).max))
-    return jnp.where(p > 0, jnp.exp(jnp.minimum((1 - e) * _log(p), cap)), 0.0)
+    return jnp.where(p == 0, 0.0, jnp.exp(jnp.minimum((1 - e) * _log(p), cap)))
 
 
 @_support_power.defjvp
@@ -164,7 +165,7 @@ def _support_power_jvp(power, primals, tangents):
 
 def _log(p: Array) -> Array:
     """`log p`, zero off the support."""
-    return jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
+    return jnp.where(p == 0, 0.0, jnp.log(jnp.where(p == 0, 1.0, p)))
 
 
 def _alpha_rate(p: Array, slope: Array, e: Array) -> Array:

@@ -133,7 +133,7 @@ def _descend(carry, sums, limit: Array):
 
 
 def steep_weights(z: Array, e: Array) -> Array:
-    """Weights of rows with `e > 1`; for other rows the result means nothing."""
+    """Weights of rows with `e > 1` without NaN; for others they mean nothing."""
     largest = float(jnp.finfo(z.dtype).max)
     # The barrier keeps XLA from fusing the product that made `z` into the subtraction:
     # comparisons and subtractions must see the same rounded numbers.
@@ -162,5 +162,4 @@ def steep_weights(z: Array, e: Array) -> Array:
     w = smallest_weight(sums, count, z.shape[-1], e_rows, lax.while_loop)
     p, _ = steep_sums(x, w, e)
     total = p.sum(-1, keepdims=True)
-    p = p / jnp.where(total > 0, total, 1.0)
-    return jnp.where(jnp.isnan(top), top, p)
+    return p / jnp.where(total > 0, total, 1.0)

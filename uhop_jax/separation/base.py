@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 from uhop_jax._checks import (
     as_boolean,
     as_floating,
+    as_positive,
     broadcast_rows,
     working_dtype,
 )
@@ -107,14 +108,15 @@ class Separation(Pytree, abc.ABC):
 
         Args:
           overlaps: finite overlaps.
-          beta: inverse temperature; broadcasts against the leading axes of `overlaps`.
+          beta: inverse temperature, positive; broadcasts against the leading axes of
+            `overlaps`.
           where: true for valid entries; broadcasts against `overlaps`.
 
         Returns:
           As `__call__`.
 
         Raises:
-          ValueError: as in `__call__`.
+          ValueError: if `beta` is not positive, or as in `__call__`.
         """
         *prepared, dtype = self._prepare_both(overlaps, beta, where)
         return self._tempered(*prepared).astype(dtype)
@@ -130,14 +132,15 @@ class Separation(Pytree, abc.ABC):
 
         Args:
           overlaps: finite overlaps.
-          beta: inverse temperature; broadcasts against the leading axes of `overlaps`.
+          beta: inverse temperature, positive; broadcasts against the leading axes of
+            `overlaps`.
           where: true for valid entries; broadcasts against `overlaps`.
 
         Returns:
           As `conjugate`.
 
         Raises:
-          ValueError: as in `conjugate`.
+          ValueError: if `beta` is not positive, or as in `conjugate`.
         """
         self._check_conjugate()
         *prepared, dtype = self._prepare_both(overlaps, beta, where)
@@ -204,7 +207,7 @@ class Separation(Pytree, abc.ABC):
         overlaps, dtype = self._prepare(overlaps, None)
         if where is not None:
             where = broadcast_rows("where", as_boolean("where", where), overlaps.shape)
-        beta = jnp.asarray(beta).astype(overlaps.dtype)
+        beta = as_positive("beta", beta, overlaps.dtype)
         beta = broadcast_rows("beta", beta, overlaps.shape[:-1])
         return overlaps, beta, where, dtype
 

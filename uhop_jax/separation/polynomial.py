@@ -38,7 +38,8 @@ class Polynomial(Separation):
         return powers / jnp.where(total == 0, 1.0, total)
 
     def _tempered(self, overlaps, beta, where):
-        del beta  # weights do not depend on the scale of the overlaps
+        # The scale of the overlaps has no effect, but NaN is no scale.
+        overlaps = jnp.where(jnp.isnan(beta)[..., None], jnp.nan, overlaps)
         if where is not None:
             overlaps = jnp.where(where, overlaps, -jnp.inf)
         return self._weights(overlaps)

@@ -46,7 +46,7 @@ class TopK(Separation):
         return log_sum_exp(self._largest(z), None)
 
     def _largest(self, z: Array) -> Array:
-        """`z` with all but its `k` largest entries at `-inf`."""
+        """`z` with all but its `k` largest entries, and NaN, at `-inf`."""
         number = z.shape[-1]
         if not export.is_symbolic_dim(number):
             check_count("k", self.k, 1, number)
@@ -56,9 +56,8 @@ class TopK(Separation):
                 f"jax.export.symbolic_shape the constraint '{number} >= {self.k}'"
             )
         fixed = lax.stop_gradient(z)
-        return jnp.where(
-            _is_among(fixed, kth_largest(fixed, self.k), self.k), z, -jnp.inf
-        )
+        among = _is_among(fixed, kth_largest(fixed, self.k), self.k)
+        return jnp.where(among | jnp.isnan(z), z, -jnp.inf)
 
 
 def _is_among(z: Array, threshold: Array, k: int) -> Array:

@@ -42,7 +42,7 @@ from uhop_jax._checks import (
 )
 from uhop_jax.model import Model, check_model
 from uhop_jax.retrieval import check_iterable
-from uhop_jax.similarity import check_observed, check_patterns
+from uhop_jax.similarity import check_observed, check_patterns, check_sets
 from uhop_jax.streaming._device import ArraySource, check_unsplit
 from uhop_jax.streaming._host import HostSource
 from uhop_jax.streaming._passes import check_numbers
@@ -145,10 +145,7 @@ def retrieve_streamed(
     rows, d = query.shape[:-1], query.shape[-1]
     number = int(np.prod(rows))
     kernel = similarity.kernel
-    if kernel.set_axes:
-        raise ValueError(
-            f"kernel has {kernel.set_axes} axes of memory sets, memories have 0"
-        )
+    check_sets(kernel)
     if steps > 1:
         check_iterable(similarity)
     if observed is not None:

@@ -14,9 +14,9 @@ from jaxtyping import Array
 
 from uhop_jax._checks import (
     as_floating,
+    holdable,
     is_traced,
     kind_of,
-    native,
 )
 from uhop_jax._files import mapped_array
 from uhop_jax.streaming._device import ArraySource, Window, fold_tiles
@@ -87,7 +87,7 @@ class _Pieces:
 
     def _piece(self, piece: Any) -> np.ndarray:
         """An array of the iterator, of a checked dtype and rank."""
-        piece = native(np.asarray(piece))
+        piece = holdable(np.asarray(piece))
         _check_real(piece, self.name)
         if piece.ndim != 2:
             raise ValueError(
@@ -105,7 +105,7 @@ class _Pieces:
         """Blocks of `size` rows, the last one padded, each with its number of rows."""
         if self.array is not None:
             for start in range(0, len(self.array), size):
-                block = native(np.asarray(self.array[start : start + size]))
+                block = holdable(np.asarray(self.array[start : start + size]))
                 yield _padded(block, size)
             return
         pieces = self._open() if self.begun is None else self.begun
@@ -139,7 +139,7 @@ class _Pieces:
     def take(self, index: np.ndarray, size: int) -> np.ndarray:
         """Rows at `index`, of an iterator in one pass by blocks of `size`."""
         if self.array is not None:
-            return native(np.asarray(self.array[index]))
+            return holdable(np.asarray(self.array[index]))
         rows = np.zeros((*index.shape, self.sample.shape[-1]), np.float64)
         start = 0
         for block, count in self.blocks(size):
@@ -203,6 +203,14 @@ class HostSource(NamedTuple):
     def length(self) -> int | None:
         """Number of memories; None for an iterator before its first pass."""
         return self.memories.count
+
+    def check_lengths(self) -> None:
+        """Refuses values of another number than the memories, where both are known."""
+        values = None if self.values is None else self.values.count
+        if None not in (values, self.length) and values != self.length:
+            raise ValueError(
+                f"values have {values} rows, memories {self.length}: they must agree"
+            )
 
     def run(self, plan: Plan, model: QueryModel, query: Array) -> tuple[Array, ...]:
         """The fields of `Streamed` for queries `(Q, d)`."""
@@ -298,10 +306,12 @@ class _OnHost:
 
     def take(self, index: Array) -> tuple[Array, Array | None]:
         source = self.source
+        source.check_lengths()  # before rows of an array are taken
         rows = [
             None if x is None else x.take(np.asarray(index), self.size)
             for x in (source.memories, source.values)
         ]
+        source.check_lengths()  # after the pass that counts rows of an iterator
         return jax.tree.map(lambda x: jnp.asarray(x).astype(self.plan.dtype), (*rows,))
 
     def _placed(self, with_values: bool) -> Iterator[tuple[Array, Array | None, int]]:

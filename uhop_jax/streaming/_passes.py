@@ -62,7 +62,7 @@ def run_queries(
     shape = y.shape[0], plan.top
     weights, index = jnp.zeros(shape, y.dtype), jnp.zeros(shape, jnp.int32)
     if plan.top and isinstance(model.separation.form, Whole):
-        weights, index = lax.top_k(threshold, plan.top)
+        weights, index = _top(threshold, plan.top)
     elif plan.top:
         overlaps, index = _largest(driver, model, y, plan.top)
         weights = _top_weights(model, overlaps, threshold)
@@ -97,15 +97,17 @@ def average(
     top = zero if null or isinstance(form, Powers) else zero - jnp.inf
     total = zero + driver.once if null else zero
     out, total, top = driver.fold(online, model, y, (), (out, total, top), update)
-    return _finished(model.separation, out, total, top)
+    return _finished(model, out, total, top)
 
 
 @jax.jit
-def _finished(separation: Separation, out: Array, total: Array, top: Array):
+def _finished(model: QueryModel, out: Array, total: Array, top: Array):
     """Normalised average, and the threshold, from sums relative to `top`."""
-    safe = _safe(total)
-    if isinstance(separation.form, Powers):
-        degree = separation.form.degree
+    safe, form = _safe(total), model.separation.form
+    if isinstance(form, Powers):
+        degree = form.degree
+        # The scale of the overlaps has no effect, but NaN is no scale.
+        safe = jnp.where(jnp.isnan(model.beta), jnp.nan, safe)
         reference, shift = top * safe ** (1 / degree), jnp.zeros_like(top)
     else:
         reference, shift = jnp.where(top == -jnp.inf, 0.0, top), jnp.log(safe)
@@ -182,7 +184,7 @@ def weights_of_rows(separation: Separation, z: Array, beta: Array) -> Array:
     """Weights `(Q, M)`, with parameters for each query."""
 
     def row(separation: Separation, z: Array, beta: Array) -> Array:
-        return separation.tempered(z, beta, where=z > -jnp.inf)
+        return separation.tempered(z, beta, where=~(z == -jnp.inf))  # NaN counts
 
     return jax.vmap(row)(separation, z, beta)
 
@@ -201,7 +203,7 @@ def weigh_given(model, y, extra, carry, tile: Tile, update):
     """A step: the sum of the averaged patterns under the weights `extra (Q, M)`."""
     keys, z = tile.overlaps(model, y)
     p = lax.dynamic_slice_in_dim(extra, tile.start, z.shape[-1], axis=1)
-    p = jnp.where(z > -jnp.inf, p, 0.0)
+    p = jnp.where(z == -jnp.inf, 0.0, p)
     return carry + tile.weigh(p, keys, update).astype(carry.dtype)
 
 
@@ -253,11 +255,17 @@ def _merge(model, y, extra, carry, tile: Tile, update):
 
     def merged():
         k = best.shape[-1]
-        largest, place = lax.top_k(jnp.concatenate([best, z], axis=-1), k)
+        largest, place = _top(jnp.concatenate([best, z], axis=-1), k)
         old = jnp.take_along_axis(index, jnp.minimum(place, k - 1), axis=-1)
         return largest, jnp.where(place < k, old, tile.start + place - k)
 
     return lax.cond(jnp.all(z.max(-1) <= best[:, -1]), lambda: carry, merged)
+
+
+def _top(z: Array, k: int) -> tuple[Array, Array]:
+    """The `k` largest entries and their places; NaN of either sign is the largest."""
+    largest, place = lax.top_k(jnp.where(jnp.isnan(z), jnp.nan, z), k)
+    return largest, place
 
 
 @jax.jit

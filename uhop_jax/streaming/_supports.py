@@ -11,9 +11,7 @@ from jaxtyping import Array
 from uhop_jax.separation import Separation, _root, _steep
 from uhop_jax.separation._root import Power, exp_and_slope, run_time_power, switch
 from uhop_jax.separation.entmax import valid_alpha
-from uhop_jax.separation.forms import (
-    Root,
-)
+from uhop_jax.separation.forms import Root
 from uhop_jax.streaming._tiles import QueryModel, Threshold, Tile, across, total
 
 GROUPS = 512  # groups of memories, whose two largest overlaps bound a threshold
@@ -59,7 +57,7 @@ def entmax_sums(
     ahead = jnp.sqrt(2 * limit)
     root = driver.when(~likely, lambda: climb(lower, ahead=ahead), lower)
     out, mass = weigh_at(root)
-    done = steep[:, None] | (mass - 1 <= limit)[:, None]
+    done = steep[:, None] | ~(mass - 1 > limit)[:, None]  # NaN too
 
     def again() -> tuple[Array, Array, Array]:
         finer = climb(root, ~done)
@@ -68,7 +66,8 @@ def entmax_sums(
         return merged, jnp.where(done[:, 0], mass, finer_mass), finer
 
     out, mass, root = driver.when(jnp.any(~done), again, (out, mass, root))
-    return out, mass, threshold(root)
+    # The weights of NaN are zero for most `alpha`: the sum must not be.
+    return out, jnp.where(jnp.isnan(top), top, mass), threshold(root)
 
 
 def _smallest_weight(

@@ -26,6 +26,7 @@ from uhop_jax.similarity import (
     NegativeSquaredL2,
     Similarity,
     check_patterns,
+    check_sets,
 )
 
 # A state that moves by `r` changes the difference of its overlaps with two memories by
@@ -109,10 +110,7 @@ def checked_memories(
         )
     check_patterns(memories, memories, similarity)
     kernel = similarity.kernel
-    if kernel.set_axes:
-        raise ValueError(
-            f"kernel has {kernel.set_axes} axes of memory sets, memories have none"
-        )
+    check_sets(kernel)
     if features and not kernel.has_energy:
         raise ValueError(
             f"{type(kernel).__name__} maps queries and memories differently: memories "

@@ -8,10 +8,11 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
 from uhop_jax._checks import (
+    as_at_least,
     as_floating,
+    as_positive,
     as_scalar,
     broadcast_rows,
-    check_at_least,
     check_count,
     check_finite,
     check_positive,
@@ -177,8 +178,8 @@ def weight_error_bound(
     r"""The error bound that the weights give: :math:`2 m (1 - p_\mu)`.
 
     Bounds :math:`\|\sum_\nu p_\nu \xi_\nu - \xi_\mu\|` for non-negative weights whose
-    sum is at most one, as the weights of every separation here are. `error_bound`
-    follows from this bound.
+    sum is at most one, as the weights of every separation are but `Exponentials`.
+    `error_bound` follows from this bound.
 
     Args:
       memories: stored patterns.
@@ -188,7 +189,8 @@ def weight_error_bound(
       Entry `mu` bounds the distance of the retrieved pattern from memory `mu`.
 
     Raises:
-      ValueError: if shapes do not fit.
+      ValueError: if a weight is negative, weights sum to more than one, or shapes do
+        not fit.
     """
     memories = checked_memories(memories, Dot())
     weights = as_floating(weights, "weights")
@@ -197,6 +199,16 @@ def weight_error_bound(
             f"weights have shape {weights.shape}, but there are {memories.shape[0]} "
             "memories"
         )
+    if not is_traced(weights):
+        least, most = (
+            float(weights.min(initial=0)),
+            float(weights.sum(-1).max(initial=0)),
+        )
+        if least < 0 or most > 1 + float(jnp.finfo(weights.dtype).eps) ** 0.5:
+            raise ValueError(
+                "weights must be non-negative and sum to at most 1, got a weight of "
+                f"{least:g} and a sum of {most:g}"
+            )
     dtype = wider_dtype(memories, weights)
     return 2 * largest_norm(memories).astype(dtype) * (1 - weights.astype(dtype))
 
@@ -309,8 +321,9 @@ def gradient_descent_bound(
     Raises:
       ValueError: if an argument is out of range.
     """
-    check_at_least("distance", distance, 0.0)
-    check_positive("learning_rate", learning_rate)
     check_count("steps", steps, 1)
-    distance = as_floating(distance, "distance")
-    return distance**2 / (2 * jnp.asarray(learning_rate).astype(distance.dtype) * steps)
+    dtype = as_floating(distance, "distance").dtype
+    distance = as_at_least("distance", distance, 0.0, dtype)
+    return distance**2 / (
+        2 * as_positive("learning_rate", learning_rate, dtype) * steps
+    )

@@ -11,9 +11,7 @@ from uhop_jax._checks import (
 )
 from uhop_jax.kernels import LinearKernel, LowRankKernel
 from uhop_jax.model import Model, check_model
-from uhop_jax.similarity import (
-    Dot,
-)
+from uhop_jax.similarity import Dot
 from uhop_jax.theory._geometry import (
     ball_separation,
     check_linear,
