@@ -172,12 +172,8 @@ class Warps(Transformations):
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self):
-        _keep(
-            self,
-            degrees=_some("degrees", self.degrees),
-            scales=_some("scales", self.scales),
-            shape=_image_shape(self.shape),
-        )
+        degrees, scales = _some("degrees", self.degrees), _some("scales", self.scales)
+        _keep(self, degrees=degrees, scales=scales, shape=_image_shape(self.shape))
         check_finite("degrees", as_numbers("degrees", self.degrees))
         check_positive("scales", self.scales)
         if len(self.degrees) != len(self.scales):
