@@ -417,8 +417,25 @@ def test_a_ridge_reads_out_by_local_regression():
     mean = Association("softmax").associate(q, k, v).output
     flat = Association("softmax", ridge=1e6).associate(q, k, v).output
     assert_close(flat, mean, scale=10)
-    with pytest.raises(ValueError, match="got steps 2 and block None"):
-        Association(ridge=0.3, steps=2)
+    for options in ({"steps": 2}, {"dropout": 0.5}, {"block": 4}):
+        with pytest.raises(ValueError, match="ridge needs one update, no block and no"):
+            Association(ridge=0.3, **options)
+
+
+@pytest.mark.parametrize("separation", ["softmax", "softmax1"])
+def test_a_ridge_of_keys_far_from_zero(separation):
+    """Covariances do not cancel, and queries of no memory retrieve zero."""
+    association = Association(separation, ridge=0.1, beta=1e-5)
+    q, k, v = patterns(L, 1, 4), patterns(S, 1, 4, seed=2), patterns(S, 1, 3, seed=3)
+    for offset in (0.0, 1000.0):
+        arrays = q + offset, k + offset, v
+        near, wide = (
+            association.associate(*(x.astype(dtype) for x in arrays))
+            for dtype in (jnp.float32, jnp.float64)
+        )
+        assert_close(near.output, wide.output.astype(jnp.float32), scale=100)
+    where = jnp.zeros((1, L, S), bool)
+    assert not association.associate(q, k, v, where=where).output.any()
 
 
 # Options (UC-27) ----------------------------------------------------------------------
@@ -805,6 +822,18 @@ WRONG_ATTENTION = [
     ({"dropout": 0.5}, {}, "dropout of an association must be 0 .*got 0.5"),
     ({}, {"dropout_rate": 0.5}, "dropout needs a dropout_rng, or deterministic=True"),
     ({"beta": np.ones(3)}, {}, r"beta must be a number or have shape \(4,\)"),
+    ({}, {"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\), got 1.0"),
+    ({}, {"dropout_rate": 0.5, "dropout_rng": 1}, "key must be a JAX random key"),
+    (
+        {"ridge": 0.1},
+        {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
+        "ridge needs no dropout, got ridge 0.1 and dropout_rate 0.5",
+    ),
+    (
+        {},
+        {name: patterns(B, S, 0, 4) for name in ("key", "value")},
+        "keys and values of queries .*must agree",
+    ),
 ]
 
 
@@ -1157,6 +1186,9 @@ WRONG = [
     ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
     ({"steps": 0}, "steps must be at least 1, got 0"),
     ({"beta": -1.0}, "beta must be positive and finite, got -1.0"),
+    ({"ridge": (0.1, 50.0)}, r"ridge must be one number, got shape \(2,\)"),
+    ({"ridge": jnp.asarray(-0.1)}, "ridge must be positive and finite, got -0.1"),
+    ({"ridge": 1.0, "dropout": 0.5}, "block None and dropout 0.5"),
     (
         {"beta": np.ones(3), "num_heads": 4},
         r"beta must be a number or have shape \(4,\)",

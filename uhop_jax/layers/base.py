@@ -26,7 +26,7 @@ from uhop_jax.layers.features import (
     as_kernel,
 )
 from uhop_jax.layers.inputs import IndexedMemories, Inputs, Sizes, as_inputs, as_rows
-from uhop_jax.layers.masks import mask_rows
+from uhop_jax.layers.masks import first_seen, mask_rows
 from uhop_jax.layers.recall import Recall
 from uhop_jax.layers.tiles import Maps, Rows
 
@@ -273,7 +273,12 @@ class Layer(nnx.Module):
             mask = mask_rows(inputs.where, shared)
         elif not shared:
             mask = jnp.broadcast_to(mask, memories.shape[:-1]).reshape(-1)
+        record = self.record
+        if record is not None:  # static data, but its loss may hold arrays
+            self.record = None
         graphdef, parameters = nnx.split(self)
+        if record is not None:
+            self.record = record
         arguments = nnx.to_pure_dict(parameters), made
         length = math.prod(memories.shape[:-1])
         stored = Rows(
@@ -281,6 +286,7 @@ class Layer(nnx.Module):
             Maps.of(_KeysAndValues(graphdef), arguments),
             jax.tree.map(lambda x: x.reshape(length, x.shape[-1]), rows),
             mask,
+            spare=None if made is None else first_seen(mask),
         )
         state = inputs.state
         if self.norm_state is not None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import is_traced
+from uhop_jax._checks import check_count, is_traced
 from uhop_jax._pytree import pytree
 from uhop_jax.layers.masks import checked_mask, combined_mask, zero_unless
 from uhop_jax.layers.tiles import STATIC
@@ -25,13 +25,22 @@ class IndexedMemories:
     Attributes:
       function: maps indices `(T,)`, int32, and the arguments to memories
         `(T, memory_size)`. It must hash: the arrays that it needs are arguments.
-      length: number of memories.
+      length: number of memories, at least one.
       arguments: pytrees of arrays, in which there are derivatives.
+
+    Raises:
+      ValueError: if the function cannot be called, or the length is no positive
+        integer.
     """
 
     function: Callable[..., Array] = dataclasses.field(metadata=STATIC)
     length: int = dataclasses.field(metadata=STATIC)
     arguments: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"function must be a function, got {self.function!r}")
+        check_count("length", self.length, 1)
 
     def __call__(self, index: Int[Array, " T"]) -> Float[Array, "T memory_size"]:
         """The memories of these indices."""
@@ -39,10 +48,18 @@ class IndexedMemories:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of all memories, without making them."""
-        one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        made = jax.eval_shape(lambda rows, index: rows(index), self, one).shape
-        return (self.length, *made[1:])
+        """Shape of all memories, without making them.
+
+        Raises:
+          ValueError: if the function does not give one memory for each index.
+        """
+        two = jax.ShapeDtypeStruct((2,), jnp.int32)
+        made = jax.eval_shape(lambda rows, index: rows(index), self, two).shape
+        if len(made) != 2 or made[0] != 2:
+            raise ValueError(
+                f"function must give (2, memory_size) for 2 indices, got {made}"
+            )
+        return (self.length, made[1])
 
 
 class Inputs(NamedTuple):
@@ -177,6 +194,8 @@ def as_rows(
       ValueError: as `as_inputs`; or if the lengths are negative or exceed `S`.
     """
     state = jnp.asarray(state)
+    if memories is None:
+        raise ValueError("memories must be given with lengths, got None")
     if not isinstance(memories, IndexedMemories):
         memories = jnp.asarray(memories)
     if state.ndim < 2 or state.shape[-1] != sizes.state:
@@ -213,23 +232,28 @@ def as_rows(
 
 
 def as_lengths(lengths: Any, total: int) -> Int[Array, " bags"]:
-    """The number of memories of each bag, int32.
+    """The number of memories of each bag, int32; -1 for a traced one out of range.
 
     Raises:
       ValueError: if they are no integers, negative, or more than `total` together.
     """
+    traced = is_traced(lengths)
+    numbers = lengths if traced else np.asarray(lengths)
     lengths = jnp.asarray(lengths)
     if lengths.ndim != 1 or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             "lengths must be integers of shape (bags,), got "
             f"{lengths.dtype} of shape {lengths.shape}"
         )
-    if not is_traced(lengths):
-        numbers = np.asarray(lengths)
+    if not traced:
         if (numbers < 0).any() or numbers.sum() > total:
             raise ValueError(
                 f"lengths must be at least 0 and sum to at most the {total} memories, "
                 f"got a least length of {numbers.min(initial=0)} and a sum of "
                 f"{numbers.sum()}"
             )
-    return lengths.astype(jnp.int32)
+        return lengths.astype(jnp.int32)
+    if lengths.dtype.itemsize < 4:
+        lengths = lengths.astype(jnp.int32)
+    valid = (lengths >= 0) & (lengths <= total)
+    return jnp.where(valid, lengths.astype(jnp.int32), jnp.int32(-1))
