@@ -206,7 +206,7 @@ def squared_errors(errors, batch):
         return {name: x[index] for name, x in arrays.items()}
 
     split = Split({"error": np.asarray(errors, np.float32)}, len(errors), take)
-    task = Task(build, score, lambda b: (b["error"],), lambda b, k: b, split, split)
+    task = Task(build, score, lambda b: (b["error"],), split, split)
     return Trainer(
         task,
         optax.sgd(0.1),

@@ -45,6 +45,12 @@ class Split(NamedTuple):
     by_batch: bool = False
 
 
+def unchanged(batch: Batch, key: Array) -> Batch:
+    """The batch itself."""
+    del key
+    return batch
+
+
 class Task(NamedTuple):
     """Model, loss and examples.
 
@@ -53,23 +59,23 @@ class Task(NamedTuple):
       score: `score(model, batch, key)` gives metrics by name, one for each example;
         `loss` is minimised. Without a key nothing is random.
       inputs: `inputs(batch)` gives the arguments of the model, for separation losses.
-      augment: `augment(batch, key)` changes a batch before training on it.
       train: examples to learn from.
       test: examples to be judged by.
       validation: examples by which the best checkpoint is chosen; without them the test
         split judges the epochs, and the last is chosen.
       separate_states: whether Stage I separates states from memories too, as
         `separation_losses` with `states`.
+      augment: `augment(batch, key)` changes a batch before training on it.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
     score: Callable[[Any, Batch, Array | None], dict[str, Array]]
     inputs: Callable[[Batch], tuple]
-    augment: Callable[[Batch, Array], Batch]
     train: Split
     test: Split
     validation: Split | None = None
     separate_states: bool = False
+    augment: Callable[[Batch, Array], Batch] = unchanged
 
     @property
     def judge(self) -> str:
