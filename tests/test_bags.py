@@ -231,11 +231,15 @@ def test_every_bag_is_tested_once_by_a_fold_that_has_not_seen_it():
     )
 
 
-def test_wrong_folds():
+def test_wrong_folds(untyped):
     labels = np.asarray([1, 1, 0, 0, 0])
     for number in (1, 3):
         with pytest.raises(ValueError, match="folds must be from 2 to 2, .* got"):
             data.folds(labels, number, held_out=0.2, seed=0)
+    with pytest.raises(ValueError, match="folds must be an integer, got 2.0"):
+        data.folds(labels, 2.0, held_out=0.2, seed=0)
+    with pytest.raises(ValueError, match="got 3 of label 0 and 1 of label 1"):
+        data.folds(np.asarray([0, 0, 0, 1]), 2, held_out=0.2, seed=0)
     with pytest.raises(ValueError, match="all 4 bags have the label 1: bags of both"):
         data.folds(np.ones(4, int), 2, held_out=0.2, seed=0)
     with pytest.raises(ValueError, match="at least 2 of label ., one to train on"):

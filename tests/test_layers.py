@@ -25,7 +25,13 @@ from uhop_jax.layers import (
     dropped,
     separation_losses,
 )
-from uhop_jax.models import STanHop, ViH, VisionHopfield
+from uhop_jax.models import (
+    BagClassifier,
+    SequenceModel,
+    STanHop,
+    ViH,
+    VisionHopfield,
+)
 
 B, L, S, D, H = 3, 5, 7, 16, 4
 
@@ -1177,6 +1183,23 @@ def test_stage_one_may_move_every_parameter_of_a_kernel():
         layer(kernel=Hidden())
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("alpha", [1.05, 1.9])
+def test_a_learned_alpha_starts_where_it_is_told(dtype, alpha):
+    start = LearnedAlpha(uhop.Entmax(alpha), param_dtype=dtype)
+    assert start.raw[...].dtype == dtype
+    assert float(start().alpha) == pytest.approx(alpha, abs=2e-3)
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_integers_and_lists_are_arrays(untyped, block):
+    states = np.arange(2 * D).reshape(2, D) % 3
+    mask = [True, False]
+    module = layer(kind=StaticHopfield, block=block)
+    expected = module(jnp.asarray(states).astype(float), mask=jnp.asarray(mask))
+    assert_close(module(states, mask=mask), expected)
+
+
 # Robustness ---------------------------------------------------------------------------
 
 WRONG = [
@@ -1225,6 +1248,18 @@ def test_wrong_parts(untyped):
         (lambda: BiasPattern(0, 4, rngs=nnx.Rngs(0)), "num_heads must be at least 1"),
         (lambda: layer().separation_features(STATE), "need a layer with a kernel"),
         (lambda: static(value_size=5)(STATE), "must be given .* 5 and memory_size 16"),
+        (
+            lambda: static()(STATE, MEMORIES[:1], patterns(7, S, D)),
+            r"values must have shape \(7, 16\), got \(7, 7, 16\)",
+        ),
+        (
+            lambda: BagClassifier(5, rngs=nnx.Rngs(0))(STATE),
+            r"instances must have shape \(..., S, 5\), got \(3, 5, 16\)",
+        ),
+        (
+            lambda: SequenceModel(9, 6, rngs=nnx.Rngs(0))(jnp.zeros((2, 5, 2), int)),
+            r"tokens must be integers of shape \(..., 6, parts\), got int.* \(2, 5",
+        ),
         (lambda: static(beta=np.ones(4)), r"beta must be a number or have shape \(1,"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -1236,6 +1271,7 @@ WRONG_CALLS = [
     ((STATE, MEMORIES[..., :4]), r"memories must have shape \(..., S, 16\)"),
     ((STATE, MEMORIES[:2]), r"memories have shape \(2, 7, 16\), state \(3, 5, 16\)"),
     ((STATE, MEMORIES, MEMORIES), "values need a layer with a value_size"),
+    ((STATE, "abc"), "memories must be a numeric array"),
 ]
 
 

@@ -1,7 +1,6 @@
 """What Hopfield layers share: inputs, norms, and the kernel that Stage I learns."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.random import fold_in
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import (
-    check_choice,
-    check_floating,
-    check_rngs,
-)
+from uhop_jax._checks import check_choice, check_floating, check_rngs
 from uhop_jax.contrastive import ContrastiveLoss
+from uhop_jax.corruption import Corruption
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.features import (
     LinearFeatures,
@@ -322,7 +319,8 @@ class Layer(nnx.Module):
                     "key must be a key of jax.random, with which ContrastiveLoss draws "
                     "views, got None"
                 )
-            view = functools.partial(asked["loss"].view, jax.random.fold_in(key, VIEW))
+            corrupted, view_key = Corruption.of(asked["loss"].view), fold_in(key, VIEW)
+            view = lambda x: corrupted(view_key, x)[0]  # noqa: E731
             views = self._separated(*arguments, view).features
         self.record = self.record.extended(self._separated(*arguments), views)
 

@@ -9,8 +9,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax._checks import (
+    check_choice,
+    check_count,
+    check_positive,
+    check_probability,
+)
 from uhop_jax.contrastive import ContrastiveLoss
+from uhop_jax.corruption import Mask
 from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
 
 SCHEDULES = ("none", "bilevel", "warmup", "reference")
@@ -116,6 +122,9 @@ class StageOneOptions(NamedTuple):
         check_count("stage_one.batch_size", self.batch_size, 1)
         check_positive("stage_one.learning_rate", self.learning_rate)
         check_positive("stage_one.t", self.loss.t)
+        view = getattr(self.loss, "view", None)
+        if isinstance(view, Mask):
+            check_probability("stage_one.masked", view.fraction)
 
 
 class TrainState(NamedTuple):
