@@ -428,6 +428,15 @@ def test_a_ridge_reads_out_by_local_regression():
             Association(ridge=0.3, **options)
 
 
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"ridge": 0.3}])
+def test_all_products_of_an_association_are_at_full_precision(options):
+    q, k = patterns(L, H, 4), patterns(S, H, 4)
+    associate = functools.partial(Association(**options).associate, energies=False)
+    program = str(jax.make_jaxpr(associate)(q, k, k, key=jax.random.key(0)))
+    products = program.count("dot_general[")
+    assert products == program.count("precision=(Precision.HIGHEST") > 1
+
+
 @pytest.mark.parametrize("separation", ["softmax", "softmax1"])
 def test_a_ridge_of_keys_far_from_zero(separation):
     """Covariances do not cancel, and queries of no memory retrieve zero."""
@@ -834,6 +843,14 @@ WRONG_ATTENTION = [
         {"ridge": 0.1},
         {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
         "ridge needs no dropout, got ridge 0.1 and dropout_rate 0.5",
+    ),
+    *(
+        (
+            {"block": block},
+            {name: jnp.zeros((B, 0, H, 4), jnp.float32) for name in ("key", "value")},
+            "at least one",
+        )
+        for block in (None, 4)
     ),
     (
         {},

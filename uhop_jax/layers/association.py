@@ -323,7 +323,7 @@ class Association(nnx.Module):
         rate = 0.0 if deterministic else dropout_rate
         dropout_rng = dropout_key(self, dropout_rng, rate, module)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        check_attention(query, key, value)
+        check_attention(query, key, value, may_be_empty=self.own_memories > 0)
         *batch, L, heads, _ = query.shape
         S, kv_heads = key.shape[-3:-1]
         where = invalid = None

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from uhop_jax.layers.association import Association
 
 
-def check_attention(query: Array, key: Array, value: Array) -> None:
-    """Refuses queries, keys and values whose shapes do not fit.
+def check_attention(
+    query: Array, key: Array, value: Array, *, may_be_empty: bool
+) -> None:
+    """Refuses shapes that do not fit, and no key unless keys may be empty.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -33,6 +35,8 @@ def check_attention(query: Array, key: Array, value: Array) -> None:
             "their length, their heads divide those of the queries, got "
             f"{key.shape} and {value.shape}"
         )
+    if S == 0 and not may_be_empty:
+        raise ValueError(f"key must hold at least one key, got shape {key.shape}")
 
 
 def dropout_key(
