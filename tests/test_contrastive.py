@@ -70,6 +70,9 @@ def test_views_of_a_layer_are_checked(untyped):
     assert_close(losses(uhop.Mask(0.5, known=True)), losses(uhop.Mask(0.5)))
     with pytest.raises(ValueError, match="got None"):
         losses(None)
+    options["key"] = 3
+    with pytest.raises(ValueError, match="key must be a JAX random key .*, got 3"):
+        losses(uhop.Mask(0.5))
 
 
 def test_alignment_is_what_uniformity_lacks():

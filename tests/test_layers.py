@@ -1270,6 +1270,12 @@ def test_wrong_parts(untyped):
             r"values must have shape \(7, 16\), got \(7, 7, 16\)",
         ),
         (
+            lambda: Association().associate(
+                *(patterns(S, H, 4) for _ in "qkv"), where=jnp.ones((S,), bool)
+            ),
+            r"where must have shape \(4, 7, 7\), or 1 .* got \(7,\)",
+        ),
+        (
             lambda: BagClassifier(5, rngs=nnx.Rngs(0))(STATE),
             r"instances must have shape \(..., S, 5\), got \(3, 5, 16\)",
         ),

@@ -149,6 +149,11 @@ def test_weights_without_batch_first():
         from_torch(MODULES["lookup"]()[0], state)
 
 
+def test_a_state_dict_is_a_dictionary(untyped):
+    with pytest.raises(ValueError, match="state_dict must be a dictionary .* got list"):
+        from_torch(MODULES["pooling"]()[0], [1.0])
+
+
 def test_weights_are_copied():
     """PyTorch trains parameters in place, and their arrays share its memory."""
     state, inputs, mask, expected = case("pooling")

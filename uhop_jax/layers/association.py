@@ -28,7 +28,7 @@ from uhop_jax.layers.learned import (
     with_array_leaves,
     with_hashable_leaves,
 )
-from uhop_jax.layers.masks import attention_mask, extended_mask
+from uhop_jax.layers.masks import attention_mask, check_where, extended_mask
 from uhop_jax.layers.readout import read_out
 from uhop_jax.layers.recall import Recall, recall_of_heads, with_own
 from uhop_jax.layers.tiles import Rows, stored_rows
@@ -202,13 +202,16 @@ class Association(nnx.Module):
           memory retrieves zero.
 
         Raises:
-          ValueError: if numbers of the association do not fit the heads, `key` is not
-            a key of `jax.random`, or there is an `axis_name`.
+          ValueError: if numbers of the association do not fit the heads, the mask has
+            another shape, `key` is no key, or there is an `axis_name`.
         """
         if self.axis_name is not None:
             raise ValueError(f"associate needs no axis_name, got {self.axis_name!r}")
         if key is not None:
             check_key(key)
+        if where is not None:
+            *batch, rows, heads, _ = query.shape
+            check_where(where, (*batch, heads, rows, keys.shape[-2 if shared else -3]))
         options = where, lambda x: self.dropped(x, key), size, energies
         return self._recalled(query, keys, values, *options, shared=shared)
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.random import fold_in
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import check_choice, check_floating, check_rngs
+from uhop_jax._checks import check_choice, check_floating, check_key, check_rngs
 from uhop_jax.contrastive import ContrastiveLoss
 from uhop_jax.corruption import Corruption
 from uhop_jax.layers.association import Association
@@ -319,6 +319,7 @@ class Layer(nnx.Module):
                     "key must be a key of jax.random, with which ContrastiveLoss draws "
                     "views, got None"
                 )
+            check_key(key)
             corrupted, view_key = Corruption.of(asked["loss"].view), fold_in(key, VIEW)
             view = lambda x: corrupted(view_key, x)[0]  # noqa: E731
             views = self._separated(*arguments, view).features

@@ -46,6 +46,16 @@ def combined_mask(
     return where
 
 
+def check_where(where: Any, shape: tuple[int, ...]) -> None:
+    """Refuses a mask of weights `(*batch, heads, L, S)` that has another shape."""
+    *batch, heads, L, S = shape
+    if jnp.shape(where) not in ((*batch, 1, L, S), (*batch, heads, L, S)):
+        raise ValueError(
+            f"where must have shape {(*batch, heads, L, S)}, or 1 in place of the "
+            f"heads, got {jnp.shape(where)}"
+        )
+
+
 def extended_mask(
     where: Bool[Array, "... S"], learned: int
 ) -> Bool[Array, "... S_plus_learned"]:

@@ -72,6 +72,11 @@ def from_torch(module: T, state_dict: Mapping[str, Any], *, epsilon: float = 1e-
         place in the module, or has the wrong shape.
     """
     check_positive("epsilon", epsilon)
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            "state_dict must be a dictionary of arrays by name, got "
+            f"{type(state_dict).__name__}"
+        )
     module = nnx.clone(module)
     given = {name: _array(name, x) for name, x in state_dict.items()}
     entries: dict[str, _Entry] = {}
