@@ -53,7 +53,7 @@ def jax_step() -> Any:
         return data.window_batch(arrays["rows"], index, IN_LEN, OUT_LEN)
 
     split = Split({"rows": windows()}, WINDOWS, take, by_row=False)
-    task = Task(build, score, lambda b: (b["inputs"],), lambda b, k: b, split, split)
+    task = Task(build, score, lambda b: (b["inputs"],), split, split)
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(RATE))
     trainer = Trainer(task, optimizer, StageOneOptions(), batch_size=BATCH, seeds=(0,))
     arrays, order = trainer.place(dict(split.arrays)), trainer.order(0)

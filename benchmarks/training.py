@@ -50,7 +50,7 @@ def trainer_of(patch: int) -> Trainer:
         return {"loss": loss}
 
     split = Split(arrays, IMAGES, lambda x, i: {name: a[i] for name, a in x.items()})
-    task = Task(build, score, lambda b: (), lambda b, k: b, split, split)
+    task = Task(build, score, lambda b: (), split, split)
     return Trainer(
         task, optax.adam(1e-3), StageOneOptions(), batch_size=BATCH, seeds=(0,)
     )

@@ -4,7 +4,7 @@
 
 A sequence has pairs of a key and a value, a position for each, then all keys once more
 in another order; the model says the value of each key (after Arora et al. 2023, where
-each key and each value has a position). Sequences are generated, no sequence twice.
+each key and each value has a position). Each step draws new sequences.
 
 | variant | question | cost on 2 cores |
 |---|---|---|

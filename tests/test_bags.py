@@ -121,6 +121,10 @@ def test_bags_are_read_from_any_layout(path, tmp_path):
     (folder / "m3.csv").unlink()
     with pytest.raises(ValueError, match="has no file m3.csv, which labels.csv names"):
         data.read_bags(folder)
+    (folder / "m2.csv.gz").write_bytes(gzip.compress(b"a,b,c\n1,2,3\n"))
+    with pytest.raises(ValueError, match="two files of bag m2, also m2.csv.gz"):
+        data.read_bags(folder)
+    (folder / "m2.csv.gz").unlink()
     (folder / "x.csv").write_text("1,2,3\n")
     with pytest.raises(ValueError, match="labels.csv has no label for x.csv"):
         data.read_bags(folder)
@@ -129,6 +133,20 @@ def test_bags_are_read_from_any_layout(path, tmp_path):
         ValueError, match="folder must hold labels.csv with the columns"
     ):
         data.read_bags(folder)
+
+
+def test_a_header_that_counts_is_no_instance(tmp_path):
+    """pandas writes one above an array."""
+    (tmp_path / "labels.csv").write_text("1,p\n0,q\n")
+    (tmp_path / "p.csv").write_text("0,1\n5,6\n")
+    (tmp_path / "q.csv").write_text("0,1\n7,8\n9,9\n")
+    with pytest.raises(ValueError, match="each csv of .* counts the columns; name"):
+        data.read_bags(tmp_path)
+    (tmp_path / "q.csv").write_text("7,8\n9,9\n")  # then p begins with an instance
+    assert data.read_bags(tmp_path).sizes.tolist() == [2, 2]
+    (tmp_path / "p.csv").write_text(",a,b\n0,5,6\n")
+    with pytest.raises(ValueError, match="p.csv, line 1, column 1: .* has no name"):
+        data.read_bags(tmp_path)
 
 
 WRONG_FILES = {
@@ -155,6 +173,16 @@ WRONG_FILES = {
         "pos,m0,3\n1,m1,4",
         "a header names one column 'label' and one 'bag'",
     ),
+    "index": (
+        ",label,bag,a\n0,1,m0,5\n1,0,m1,6",
+        r"bad.csv, line 1, column 1: .* has no name, got ''; .*to_csv\(index=False\)",
+    ),
+    "index, read again": (
+        "label,bag,a,Unnamed: 0\n1,m0,5,0\n0,m1,6,1",
+        "line 1, column 4: a column has no name, got 'Unnamed: 0'",
+    ),
+    "one name": ("label,bag,a,a\n1,m0,5,6\n0,m1,6,7", "two columns are named 'a'"),
+    "counts": ("0,1,2,3\n1,8,3,4\n0,9,5,6", "line 1: the first line counts the col"),
     "no bag": ("1,,3\n0,m1,4", "line 1: the name of the bag is missing"),
 }
 
@@ -203,11 +231,15 @@ def test_every_bag_is_tested_once_by_a_fold_that_has_not_seen_it():
     )
 
 
-def test_wrong_folds():
+def test_wrong_folds(untyped):
     labels = np.asarray([1, 1, 0, 0, 0])
     for number in (1, 3):
         with pytest.raises(ValueError, match="folds must be from 2 to 2, .* got"):
             data.folds(labels, number, held_out=0.2, seed=0)
+    with pytest.raises(ValueError, match="folds must be an integer, got 2.0"):
+        data.folds(labels, 2.0, held_out=0.2, seed=0)
+    with pytest.raises(ValueError, match="got 3 of label 0 and 1 of label 1"):
+        data.folds(np.asarray([0, 0, 0, 1]), 2, held_out=0.2, seed=0)
     with pytest.raises(ValueError, match="all 4 bags have the label 1: bags of both"):
         data.folds(np.ones(4, int), 2, held_out=0.2, seed=0)
     with pytest.raises(ValueError, match="at least 2 of label ., one to train on"):
@@ -279,7 +311,7 @@ def test_padding_changes_nothing(size):
 # -- Runs ------------------------------------------------------------------------------
 
 
-def test_a_study_from_end_to_end(path, tmp_path, capsys):
+def test_a_study_from_end_to_end(path, tmp_path, capsys, untyped):
     run = tmp_path / "run"
     train_and_evaluate(tiny(path), run)
     printed = capsys.readouterr().out
@@ -360,6 +392,12 @@ def test_a_study_from_end_to_end(path, tmp_path, capsys):
     assert "1 bags judged, written to" in capsys.readouterr().out
     (row,) = records(directory / "predictions.csv")
     assert row["bag"] == "m3" and 0 < float(row["probability"]) < 1
+    train_and_evaluate(tiny(path, export=True), run)
+    assert "float32[instances,3]" in capsys.readouterr().out
+    file = bytearray((directory / "model.jax_export").read_bytes())
+    bag = jnp.asarray(bags.instances[bags.rows(np.asarray([3]))], jnp.float32)
+    odds = jax.export.deserialize(file).call(bag)  # the mean over seeds, as above
+    assert float(odds) == pytest.approx(float(row["probability"]), abs=1e-5)
     one.write_text("1,m3,2.0\n")
     with pytest.raises(ValueError, match="the model takes 3 features, .* has 1"):
         train_and_evaluate(tiny(path, predict=str(one)), run)
@@ -432,6 +470,7 @@ WRONG = [
     ({"folds": -1}, "folds must be at least 0, got -1"),
     ({"data.name": "needle"}, "folds must be 0 for needle, which has test bags"),
     ({"arms": ("MHM + U-Hop, reference",)}, "is of the authors' image code"),
+    ({"arms": ("MHM, matched size",), "model.size": 0}, "needs one, got model.size 0"),
     ({"train.validation": 0.0}, r"train.validation must be within \(0, 1\), got 0.0"),
     ({"train.weight_decay": -1.0}, "train.weight_decay must be at least 0, got -1.0"),
     ({"model.num_heads": 3}, "num_heads 3 must divide state_size 4"),

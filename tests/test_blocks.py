@@ -199,6 +199,9 @@ def embedded(index, weights):
     return jnp.tanh(jnp.sin(phase) @ weights)
 
 
+EYE = jnp.eye(4, D, dtype=jnp.float32)
+
+
 def test_memories_of_an_index_are_never_held():
     """The embedding of the instances is computed again on the way back, and learns."""
     number, weights = 2**17, draw(4, D)
@@ -219,6 +222,92 @@ def test_memories_of_an_index_are_never_held():
     whole = 4 * number * D
     assert one.memory_analysis().temp_size_in_bytes < whole / 8
     assert other.memory_analysis().temp_size_in_bytes > whole
+
+
+def poles(index, weights):
+    """Memories of an index, of which memory 2 is infinite."""
+    return weights[0][None] / (index - 2).astype(jnp.float32)[:, None]
+
+
+MASKS = {"one": [1, 1, 0, 1, 1], "a block": [1, 1, 0, 0, 1], "all": [0] * 5}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_memories_that_nobody_sees_may_be_made_of_nan(mask):
+    """They change no output and no gradient, as in an array."""
+    module, weights = layer("softmax", 2, kind=StaticHopfield), draw(1, D)
+    seen, state = jnp.asarray(mask, bool), draw(L, D, seed=3)
+
+    def recalled(weights, made):
+        memories = made(weights)
+        return (module(state, memories, mask=seen) ** 2).sum()
+
+    def stored(weights):
+        finite = jnp.where(seen, jnp.arange(5, dtype=jnp.int32), 0)
+        return poles(finite, weights)
+
+    indexed = lambda weights: IndexedMemories(poles, 5, (weights,))  # noqa: E731
+    one, other = (
+        jax.value_and_grad(recalled)(weights, made) for made in (stored, indexed)
+    )
+    assert_alike(one, other)
+    lengths = jnp.asarray([1, 1, 1, 2], jnp.int32)
+    bags = module(state, indexed(weights), lengths=lengths)
+    finite = jnp.isfinite(bags).all((1, 2))
+    assert finite.tolist() == [True, True, False, True]
+
+
+def test_an_argument_of_memories_may_be_a_number():
+    indexed = IndexedMemories(lambda index, x: x + embedded(index, EYE), 9, (2.0,))
+    pool = HopfieldPooling(layer("softmax", 4, own=True), L, rngs=nnx.Rngs(1))
+    stored = pool(2.0 + embedded(jnp.arange(9, dtype=jnp.int32), EYE))
+    assert_close(pool(indexed), stored)
+
+
+@pytest.mark.parametrize("lengths", [[15, 15], [3, -2], [-3, 5], [2**30] * 4])
+def test_traced_lengths_out_of_range_give_nan(lengths):
+    pool = HopfieldPooling(layer("softmax", 4), L, rngs=nnx.Rngs(1))
+    rows = bags()[0]
+    call = jax.jit(lambda lengths: pool(rows, lengths=lengths))
+    assert jnp.isnan(call(jnp.asarray(lengths, jnp.int64))).all()
+    assert jnp.isfinite(call(jnp.asarray(LENGTHS[: len(lengths)]))).all()
+
+
+@pytest.mark.parametrize("kind", [Hopfield, StaticHopfield])
+def test_blocks_of_nothing(kind):
+    """An empty array gives what it gives without blocks."""
+    cases = [(L, D), (0, D)], [(B, L, D), (B, 0, D)]
+    cases = *cases, [(0, L, D), (0, S, D)], [(0, D), (S, D)]
+    for state, memories in cases:
+        arrays = draw(*state), draw(*memories)
+        options = {"kind": kind, "zero_memory": True}
+        mask = {"association_mask": jnp.ones((state[-2], memories[-2]), bool)}
+        one, other = (
+            value_and_gradients(layer("softmax", block, **options), *arrays, **mask)
+            for block in (None, BLOCK)
+        )
+        assert_alike(one, other)
+    pool = HopfieldPooling(layer("softmax", 4, kind=kind), L, rngs=nnx.Rngs(1))
+    rows = draw(5, D)
+    assert pool(rows, lengths=jnp.zeros(0, jnp.int32)).shape == (0, L, D)
+    assert not pool(rows[:0], lengths=jnp.zeros(2, jnp.int32)).any()
+
+
+def test_ties_of_blocks():
+    """Of equal overlaps the first memory is kept; own memories come last."""
+    memories = jnp.zeros((3, D), jnp.float32).at[0, 0].set(1.0)
+    state = jnp.zeros((1, D), jnp.float32).at[0, 1].set(1.0)
+    one, other = (
+        layer(uhop.TopK(1), block, kind=StaticHopfield, zero_memory=True)(
+            state, memories
+        )
+        for block in (None, 2)
+    )
+    assert one.any()
+    assert_close(other, one)
+    for block in (None, 2):  # padding of the last block is no memory
+        with pytest.raises(ValueError, match="k must be at most 3, got 4"):
+            layer(uhop.TopK(4), block, kind=StaticHopfield)(state, memories)
 
 
 def test_transformations_of_jax():
@@ -251,13 +340,15 @@ def test_transformations_of_jax():
 
 def test_stage_one_of_blocks():
     """The separation losses of a layer do not depend on its block."""
-    one, other = (
-        separation_losses(
-            layer("softmax", block, layer_options={"kernel": True}), BATCH
-        )
+    layers = [
+        layer("softmax", block, layer_options={"kernel": True})
         for block in (None, BLOCK)
-    )
+    ]
+    one, other = (separation_losses(x, BATCH) for x in layers)
     assert_alike(one, other)
+    loss = uhop.AverageLoss(jnp.asarray(2.0, jnp.float32))  # metadata with an array
+    assert_alike(*(separation_losses(x, BATCH, loss=loss) for x in layers))
+    assert layers[1].record is None
 
 
 SPLIT = """
@@ -324,6 +415,10 @@ def pooled(**options):
             {"memories": IndexedMemories(embedded, 9, (draw(4, 5),))},
             r"memories must have shape \(S, 8\), .* got \(9, 5\)",
         ),
+        (
+            {"memories": IndexedMemories(lambda i: jnp.ones((1, 8)), 9)},
+            r"function must give \(2, memory_size\) for 2 indices, got \(1, 8\)",
+        ),
     ],
 )
 def test_wrong_bags_are_refused(untyped, wrong, message):
@@ -340,8 +435,17 @@ def test_what_blocks_cannot_do_is_refused(untyped):
     module = layer("softmax", 8)
     with pytest.raises(ValueError, match="memories of associate must be an array"):
         module.associate(STATE, indexed)
+    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
+        IndexedMemories(embedded, 0)
+    with pytest.raises(ValueError, match="function must be a function, got None"):
+        IndexedMemories(None, 9)
+    with pytest.raises(ValueError, match="memories must be given with lengths"):
+        module(draw(S, D), lengths=LENGTHS)
     with pytest.raises(ValueError, match="association_mask must be None with lengths"):
         module(STATE, indexed, association_mask=seen(L, 9))
+    split = layer("softmax", None, axis_name="bag")
+    with pytest.raises(ValueError, match="associate needs no axis_name, got 'bag'"):
+        split.associate(STATE, BATCH)
     attention = Association("softmax", block=8)
     heads = draw(B, S, H, 4)
     with pytest.raises(ValueError, match="block makes no weights for dropout"):

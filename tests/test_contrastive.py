@@ -59,6 +59,22 @@ def test_stage_one_of_a_layer_draws_views():
     assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(slope))
 
 
+def test_views_of_a_layer_are_checked(untyped):
+    model, x = Hopfield(5, kernel=True, rngs=nnx.Rngs(1)), draw(3, 4, 5)
+    options = {"key": jax.random.key(0)}
+
+    def losses(view):
+        loss = uhop.ContrastiveLoss(view=view)
+        return separation_losses(model, x, loss=loss, **options).loss
+
+    assert_close(losses(uhop.Mask(0.5, known=True)), losses(uhop.Mask(0.5)))
+    with pytest.raises(ValueError, match="got None"):
+        losses(None)
+    options["key"] = 3
+    with pytest.raises(ValueError, match="key must be a JAX random key .*, got 3"):
+        losses(uhop.Mask(0.5))
+
+
 def test_alignment_is_what_uniformity_lacks():
     """A kernel by the contrastive loss finds masked patterns better than one by U-Hop.
 

@@ -25,7 +25,13 @@ from uhop_jax.layers import (
     dropped,
     separation_losses,
 )
-from uhop_jax.models import STanHop, ViH, VisionHopfield
+from uhop_jax.models import (
+    BagClassifier,
+    SequenceModel,
+    STanHop,
+    ViH,
+    VisionHopfield,
+)
 
 B, L, S, D, H = 3, 5, 7, 16, 4
 
@@ -417,8 +423,34 @@ def test_a_ridge_reads_out_by_local_regression():
     mean = Association("softmax").associate(q, k, v).output
     flat = Association("softmax", ridge=1e6).associate(q, k, v).output
     assert_close(flat, mean, scale=10)
-    with pytest.raises(ValueError, match="got steps 2 and block None"):
-        Association(ridge=0.3, steps=2)
+    for options in ({"steps": 2}, {"dropout": 0.5}, {"block": 4}):
+        with pytest.raises(ValueError, match="ridge needs one update, no block and no"):
+            Association(ridge=0.3, **options)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"ridge": 0.3}])
+def test_all_products_of_an_association_are_at_full_precision(options):
+    q, k = patterns(L, H, 4), patterns(S, H, 4)
+    associate = functools.partial(Association(**options).associate, energies=False)
+    program = str(jax.make_jaxpr(associate)(q, k, k, key=jax.random.key(0)))
+    products = program.count("dot_general[")
+    assert products == program.count("precision=(Precision.HIGHEST") > 1
+
+
+@pytest.mark.parametrize("separation", ["softmax", "softmax1"])
+def test_a_ridge_of_keys_far_from_zero(separation):
+    """Covariances do not cancel, and queries of no memory retrieve zero."""
+    association = Association(separation, ridge=0.1, beta=1e-5)
+    q, k, v = patterns(L, 1, 4), patterns(S, 1, 4, seed=2), patterns(S, 1, 3, seed=3)
+    for offset in (0.0, 1000.0):
+        arrays = q + offset, k + offset, v
+        near, wide = (
+            association.associate(*(x.astype(dtype) for x in arrays))
+            for dtype in (jnp.float32, jnp.float64)
+        )
+        assert_close(near.output, wide.output.astype(jnp.float32), scale=100)
+    where = jnp.zeros((1, L, S), bool)
+    assert not association.associate(q, k, v, where=where).output.any()
 
 
 # Options (UC-27) ----------------------------------------------------------------------
@@ -805,6 +837,26 @@ WRONG_ATTENTION = [
     ({"dropout": 0.5}, {}, "dropout of an association must be 0 .*got 0.5"),
     ({}, {"dropout_rate": 0.5}, "dropout needs a dropout_rng, or deterministic=True"),
     ({"beta": np.ones(3)}, {}, r"beta must be a number or have shape \(4,\)"),
+    ({}, {"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\), got 1.0"),
+    ({}, {"dropout_rate": 0.5, "dropout_rng": 1}, "key must be a JAX random key"),
+    (
+        {"ridge": 0.1},
+        {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
+        "ridge needs no dropout, got ridge 0.1 and dropout_rate 0.5",
+    ),
+    *(
+        (
+            {"block": block},
+            {name: jnp.zeros((B, 0, H, 4), jnp.float32) for name in ("key", "value")},
+            "at least one",
+        )
+        for block in (None, 4)
+    ),
+    (
+        {},
+        {name: patterns(B, S, 0, 4) for name in ("key", "value")},
+        "keys and values of queries .*must agree",
+    ),
 ]
 
 
@@ -1148,6 +1200,23 @@ def test_stage_one_may_move_every_parameter_of_a_kernel():
         layer(kernel=Hidden())
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("alpha", [1.05, 1.9])
+def test_a_learned_alpha_starts_where_it_is_told(dtype, alpha):
+    start = LearnedAlpha(uhop.Entmax(alpha), param_dtype=dtype)
+    assert start.raw[...].dtype == dtype
+    assert float(start().alpha) == pytest.approx(alpha, abs=2e-3)
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_integers_and_lists_are_arrays(untyped, block):
+    states = np.arange(2 * D).reshape(2, D) % 3
+    mask = [True, False]
+    module = layer(kind=StaticHopfield, block=block)
+    expected = module(jnp.asarray(states).astype(float), mask=jnp.asarray(mask))
+    assert_close(module(states, mask=mask), expected)
+
+
 # Robustness ---------------------------------------------------------------------------
 
 WRONG = [
@@ -1157,6 +1226,9 @@ WRONG = [
     ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
     ({"steps": 0}, "steps must be at least 1, got 0"),
     ({"beta": -1.0}, "beta must be positive and finite, got -1.0"),
+    ({"ridge": (0.1, 50.0)}, r"ridge must be one number, got shape \(2,\)"),
+    ({"ridge": jnp.asarray(-0.1)}, "ridge must be positive and finite, got -0.1"),
+    ({"ridge": 1.0, "dropout": 0.5}, "block None and dropout 0.5"),
     (
         {"beta": np.ones(3), "num_heads": 4},
         r"beta must be a number or have shape \(4,\)",
@@ -1193,6 +1265,24 @@ def test_wrong_parts(untyped):
         (lambda: BiasPattern(0, 4, rngs=nnx.Rngs(0)), "num_heads must be at least 1"),
         (lambda: layer().separation_features(STATE), "need a layer with a kernel"),
         (lambda: static(value_size=5)(STATE), "must be given .* 5 and memory_size 16"),
+        (
+            lambda: static()(STATE, MEMORIES[:1], patterns(7, S, D)),
+            r"values must have shape \(7, 16\), got \(7, 7, 16\)",
+        ),
+        (
+            lambda: Association().associate(
+                *(patterns(S, H, 4) for _ in "qkv"), where=jnp.ones((S,), bool)
+            ),
+            r"where must have shape \(4, 7, 7\), or 1 .* got \(7,\)",
+        ),
+        (
+            lambda: BagClassifier(5, rngs=nnx.Rngs(0))(STATE),
+            r"instances must have shape \(..., S, 5\), got \(3, 5, 16\)",
+        ),
+        (
+            lambda: SequenceModel(9, 6, rngs=nnx.Rngs(0))(jnp.zeros((2, 5, 2), int)),
+            r"tokens must be integers of shape \(..., 6, parts\), got int.* \(2, 5",
+        ),
         (lambda: static(beta=np.ones(4)), r"beta must be a number or have shape \(1,"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -1204,6 +1294,7 @@ WRONG_CALLS = [
     ((STATE, MEMORIES[..., :4]), r"memories must have shape \(..., S, 16\)"),
     ((STATE, MEMORIES[:2]), r"memories have shape \(2, 7, 16\), state \(3, 5, 16\)"),
     ((STATE, MEMORIES, MEMORIES), "values need a layer with a value_size"),
+    ((STATE, "abc"), "memories must be a numeric array"),
 ]
 
 

@@ -534,6 +534,8 @@ def test_half_precision_memories_are_handled_in_float32(dtype, path):
     jax.tree.map(np.testing.assert_array_equal, fitted, same)
     assert fit_closed_form(memories).weights.dtype == jnp.float32
     assert AverageLoss()(memories).dtype == jnp.float32
+    nothing = jnp.zeros((2, 0, 3), jnp.float32)
+    assert not AverageLoss()(nothing).any() and AverageLoss()(nothing).shape == (2,)
 
 
 def test_a_centred_start_compares_about_its_centre():

@@ -142,6 +142,16 @@ def test_weights_without_batch_first():
     state["pooling_weights"] = weights.swapaxes(0, 1)
     copy = from_torch(MODULES["pooling"]()[0], state)
     np.testing.assert_array_equal(copy.state[...], weights[0])
+    state = case("lookup")[0]
+    weights = state["lookup_weights"]
+    state["lookup_weights"] = weights.reshape(2, 2, -1)
+    with pytest.raises(ValueError, match="lookup_weights must have shape"):
+        from_torch(MODULES["lookup"]()[0], state)
+
+
+def test_a_state_dict_is_a_dictionary(untyped):
+    with pytest.raises(ValueError, match="state_dict must be a dictionary .* got list"):
+        from_torch(MODULES["pooling"]()[0], [1.0])
 
 
 def test_weights_are_copied():

@@ -14,6 +14,7 @@ from conftest import FAST, ROOT, assert_close, config_of, slow_where
 from flax import nnx
 
 from uhop_jax import DeepLoss
+from uhop_jax.contrastive import stage_one_loss
 from uhop_jax.data import Images, labelled_images
 from uhop_jax.layers import Association, KernelParam, separation_losses
 from uhop_jax.models import ViH
@@ -206,7 +207,7 @@ def squared_errors(errors, batch):
         return {name: x[index] for name, x in arrays.items()}
 
     split = Split({"error": np.asarray(errors, np.float32)}, len(errors), take)
-    task = Task(build, score, lambda b: (b["error"],), lambda b, k: b, split, split)
+    task = Task(build, score, lambda b: (b["error"],), split, split)
     return Trainer(
         task,
         optax.sgd(0.1),
@@ -347,6 +348,10 @@ WRONG = [
     ({"steps": 0}, "stage_one.steps must be at least 1, got 0"),
     ({"loss": "mean"}, "loss must be a separation loss .*, got 'mean'"),
     ({"loss": DeepLoss(t=0.0)}, "stage_one.t must be positive"),
+    (
+        {"loss": stage_one_loss("contrastive", masked=2.0)},
+        r"stage_one.masked must be in \[0, 1\], got 2.0",
+    ),
     ({"seeds": ()}, "seeds must name at least one seed"),
     ({"batch": 0}, "batch_size must be at least 1, got 0"),
     ({"arm": "MHM", "schedule": "bilevel"}, "'bilevel' needs a model with kernels"),

@@ -83,6 +83,8 @@ class SeparationLoss(Pytree, abc.ABC):
                 f"features must have shape (..., M, D), got {features.shape}"
             )
         loss = self.in_dtype(working_dtype(features))
+        if features.shape[-2] == 0:
+            return jnp.zeros(features.shape[:-2], working_dtype(features))
         if where is not None:
             where = as_boolean("where", where, "true for valid patterns")
             where = broadcast_rows("where", where, features.shape[:-1])

@@ -4,6 +4,7 @@ A csv has a row for each instance: label of the bag, name of the bag, features. 
 of a csv is an error that names line and column.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Int32
 from uhop_jax._checks import check_count
 from uhop_jax._files import shown_name, user_path
 from uhop_jax.data.images import Images
-from uhop_jax.data.tables import cells_of, text_of
+from uhop_jax.data.tables import cells_of, is_number, text_of
 
 LABELS = "labels.csv"  # in a folder with one file a bag
 COLUMNS = ("label", "bag")
@@ -127,8 +128,9 @@ def read_bags(path: str | Path) -> Bags:
         features for each, named `BAG.csv`.
 
     Raises:
-      ValueError: if a file is missing, empty or damaged, a row has another number of
-        cells, a cell is no finite number, or a bag has two labels.
+      ValueError: if a file is missing, empty or damaged, a header lacks a name, names a
+        column twice or counts the columns, a row has another number of cells, a cell is
+        no finite number, or a bag has two labels or two files.
     """
     path = user_path(path)
     if path.is_dir():
@@ -207,7 +209,9 @@ def _table(path: Path, least: int) -> tuple[tuple[str, ...], Table]:
                 f"{path}, line {other}: {len(cells)} cells, line {line} has "
                 f"{len(first)}"
             )
-    if _is_number(first[0]):
+    if is_number(first[0]):
+        if len(first) > 3 and _counts(first):
+            raise ValueError(_counted(f"{path}, line {line}"))
         return (), table
     names = [name.lower() for name in first]
     if any(names.count(name) != 1 for name in COLUMNS):
@@ -215,6 +219,7 @@ def _table(path: Path, least: int) -> tuple[tuple[str, ...], Table]:
             f"{path}, line {line}: a header names one column 'label' and one 'bag', "
             f"and without a header the first cell is a label, 0 or 1, got {first[0]!r}"
         )
+    _check_header(path, line, first)
     del table[line]
     if not table:
         raise ValueError(f"{path} has a header and no rows")
@@ -224,12 +229,39 @@ def _table(path: Path, least: int) -> tuple[tuple[str, ...], Table]:
     return tuple(first[i] for i in order), rows
 
 
+def _check_header(path: Path, line: int, names: Sequence[str]) -> None:
+    """Refuses columns without a name, such as the index of pandas, or of one name."""
+    for number, name in enumerate(names):
+        if re.fullmatch(r"(unnamed: \d+)?", name, re.IGNORECASE):
+            raise ValueError(
+                f"{path}, line {line}, column {number + 1}: a column has no name, got "
+                f"{name!r}; an index of pandas is no feature: write the table by "
+                "to_csv(index=False)"
+            )
+        if name in names[:number]:
+            raise ValueError(f"{path}, line {line}: two columns are named {name!r}")
+
+
+def _counts(cells: Sequence[str]) -> bool:
+    """Whether cells are 0, 1, 2 or 1, 2, 3 and so on, as a header of pandas is."""
+    return any(
+        list(cells) == [str(i + start) for i in range(len(cells))] for start in (0, 1)
+    )
+
+
+def _counted(place: str) -> str:
+    return (
+        f"{place}: the first line counts the columns; name them in a header, or write "
+        "the table without it, by to_csv(header=False, index=False)"
+    )
+
+
 def _labels(path: Path, table: Table) -> tuple[dict[str, int], list[str]]:
     """The label of each bag, in order of appearance, and the bag of each line."""
     raw: dict[str, float] = {}
     keys = []
     for line, (text, bag, *_) in table.items():
-        label = float(text) if _is_number(text) else np.nan
+        label = float(text) if is_number(text) else np.nan
         if label not in (-1, 0, 1):
             raise ValueError(
                 f"{path}, line {line}: a label must be 0 or 1 (or -1 and 1), got "
@@ -260,7 +292,7 @@ def _numbers(
                 return values
         except ValueError:
             pass
-        wrong = [not _is_number(x) or not np.isfinite(float(x)) for x in cells[start:]]
+        wrong = [not is_number(x) or not np.isfinite(float(x)) for x in cells[start:]]
         at = start + wrong.index(True)
         what = f" ({names[at]!r})" if names else ""
         why = "is no finite number" if cells[at] else "is missing"
@@ -290,18 +322,23 @@ def _folder(root: Path) -> Bags:
         if name != LABELS and name.endswith(ENDINGS):
             if stem not in labels:
                 raise ValueError(f"{root / LABELS} has no label for {name}")
+            if stem in files:
+                raise ValueError(f"{root} has two files of bag {stem}, also {name}")
             files[stem] = path
     if missing := [bag for bag in labels if bag not in files]:
         raise ValueError(f"{root} has no file {missing[0]}.csv, which {LABELS} names")
     parts: list[np.ndarray] = []
     features: tuple[str, ...] = ()
+    counted = True
     for number, bag in enumerate(labels):
         path = files[bag]
         _, rows = cells_of(path, text_of(path))
         line, first = next(iter(rows.items()))
-        header = tuple(first) if not any(map(_is_number, first)) else ()
+        header = tuple(first) if not any(map(is_number, first)) else ()
         if header:
+            _check_header(path, line, header)
             del rows[line]
+        counted = counted and len(first) > 1 and _counts(first)
         if number and header != features:
             raise ValueError(
                 f"{path} has another header than {files[next(iter(labels))]}"
@@ -317,6 +354,8 @@ def _folder(root: Path) -> Bags:
         if not rows:
             raise ValueError(f"{path} has a header and no rows")
         parts.append(_numbers(path, header, rows, 0))
+    if counted:
+        raise ValueError(_counted(f"each csv of {root}"))
     return Bags(
         np.concatenate(parts),
         np.asarray([len(part) for part in parts]),
@@ -324,11 +363,3 @@ def _folder(root: Path) -> Bags:
         tuple(labels),
         features,
     )
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from uhop_jax._checks import check_count
+
 
 class Fold(NamedTuple):
     """Numbers of the bags of each part."""
@@ -31,6 +33,12 @@ def folds(
     from sklearn.model_selection import StratifiedKFold
 
     counts = label_counts(labels)
+    check_count("folds", number, 0)
+    if min(counts) < 2:
+        raise ValueError(
+            f"folds need at least 2 bags of each label, got {counts[0]} of label 0 and "
+            f"{counts[1]} of label 1"
+        )
     if number < 2 or number > min(counts):
         raise ValueError(
             f"folds must be from 2 to {min(counts)}, the number of bags of the rarer "

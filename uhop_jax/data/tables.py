@@ -92,7 +92,7 @@ def read_table(path: Path, text: str) -> pd.DataFrame:
             f"{path} holds one column, {names[0]!r}; it needs dates in the first and "
             "numbers in others"
         )
-    if re.match(r"[+-]?\d", header[0]) and any(map(_is_number, header[1:])):
+    if re.match(r"[+-]?\d", header[0]) and any(map(is_number, header[1:])):
         raise ValueError(
             f"{path}, line {first}: there is no header, the first line must name the "
             f"columns, got {header[0]}{delimiter}{header[1]}"
@@ -178,7 +178,7 @@ def numbers(
             fail(different, why + "decimal='point' or 'comma' does")
     if np.isinf(values).any():
         fail(np.isinf(values), "is not finite")
-    coded = [float(x) for x in map(str, missing_values) if _is_number(x)]
+    coded = [float(x) for x in map(str, missing_values) if is_number(x)]
     known = values.mask(values.isin(coded)).to_numpy().reshape(table.shape)
     frame = pd.DataFrame(known, table.index, table.columns)
     if (empty := frame.isna().all()).any():
@@ -202,7 +202,8 @@ def _read(cells: pd.Series, decimal: str) -> pd.Series:
     return pd.Series(np.asarray(texts, np.float64), cells.index)
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
+    """Whether Python reads the cell as a number, NaN and infinity too."""
     try:
         float(cell)
     except ValueError:

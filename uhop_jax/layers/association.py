@@ -18,6 +18,7 @@ from uhop_jax._checks import (
     check_key,
     check_positive,
     check_rate,
+    check_scalar,
 )
 from uhop_jax.layers.attention import check_attention, dropout_key, flax_dropped
 from uhop_jax.layers.blocks import DEFAULT_BLOCK, associate_blocks
@@ -27,8 +28,8 @@ from uhop_jax.layers.learned import (
     with_array_leaves,
     with_hashable_leaves,
 )
-from uhop_jax.layers.masks import attention_mask, extended_mask, zero_unless
-from uhop_jax.layers.readout import local_linear
+from uhop_jax.layers.masks import attention_mask, check_where, extended_mask
+from uhop_jax.layers.readout import read_out
 from uhop_jax.layers.recall import Recall, recall_of_heads, with_own
 from uhop_jax.layers.tiles import Rows, stored_rows
 from uhop_jax.separation import Separation, separation_from_name
@@ -60,7 +61,7 @@ class Association(nnx.Module):
         memory.
       dropout: share of the weights that is dropped when a call has a key, in `[0, 1)`.
       ridge: read out by a regression of values on keys with this ridge, see
-        `local_linear`, after one update; None reads out the mean of the values.
+        `local_linear`, after one update, without dropout; None reads out the mean.
       block: number of memories in a block. Keys, values and scores then exist for one
         block at a time, forward and backward, and a call of a layer has first
         derivatives alone. None computes all scores at once, as `associate` does.
@@ -98,15 +99,17 @@ class Association(nnx.Module):
                     "block needs a fixed number of updates, got until_converged "
                     f"{until_converged} and block {block}"
                 )
+        check_rate("dropout", dropout)
         if ridge is not None:
+            check_scalar("ridge", ridge)
+            ridge = as_numbers("ridge", ridge).item()
             check_positive("ridge", ridge)
-            if steps > 1 or block is not None:
+            if steps > 1 or block is not None or dropout:
                 raise ValueError(
-                    f"ridge needs one update and no block, got steps {steps} and block "
-                    f"{block}"
+                    "ridge needs one update, no block and no dropout, got steps "
+                    f"{steps}, block {block} and dropout {dropout}"
                 )
         self.ridge, self.block, self.axis_name = ridge, block, axis_name
-        check_rate("dropout", dropout)
         check_floating("param_dtype", param_dtype)
         if isinstance(separation, str):
             separation = separation_from_name(separation)
@@ -199,13 +202,17 @@ class Association(nnx.Module):
           memory retrieves zero.
 
         Raises:
-          ValueError: if numbers of the association do not fit the heads, or `key` is
-            not a key of `jax.random`.
+          ValueError: if numbers of the association do not fit the heads, the mask has
+            another shape, `key` is no key, or there is an `axis_name`.
         """
+        if self.axis_name is not None:
+            raise ValueError(f"associate needs no axis_name, got {self.axis_name!r}")
         if key is not None:
             check_key(key)
-        drop = lambda weights: self.dropped(weights, key)  # noqa: E731
-        options = where, drop, size, energies
+        if where is not None:
+            *batch, rows, heads, _ = query.shape
+            check_where(where, (*batch, heads, rows, keys.shape[-2 if shared else -3]))
+        options = where, lambda x: self.dropped(x, key), size, energies
         return self._recalled(query, keys, values, *options, shared=shared)
 
     def associate_blocks(
@@ -236,18 +243,22 @@ class Association(nnx.Module):
             check_key(key)
         *rows, heads, d = query.shape
         self.check_heads(heads)
+        bags = math.prod(batch) if lengths is None else lengths.shape[0]
+        stored = stored.filled(bags)
+        if 0 in rows:
+            shape = (*rows, heads, stored.sizes()[1])
+            return jnp.zeros(shape, query.dtype)
         if self.own_memories:
             own: Any = tuple(
                 with_own(jnp.zeros((0, heads, n), query.dtype), x, self.zero_memory)
                 for n, x in zip(stored.sizes(), self._bias_patterns(), strict=True)
             )
             stored = dataclasses.replace(stored, own_memories=own)
-        bags = math.prod(batch) if lengths is None else lengths.shape[0]
-        entries = 1 if lengths is not None else math.prod(rows[:-1]) // max(bags, 1)
+        entries = 1 if lengths is not None else math.prod(rows[:-1]) // bags
         output = associate_blocks(
             self.current_separation(),
             self.current_beta(d if size is None else size),
-            query.reshape(bags, -1, heads, d),
+            query.reshape(bags, math.prod(rows) // bags, heads, d),
             stored,
             lengths,
             entries=entries,
@@ -307,19 +318,15 @@ class Association(nnx.Module):
 
         Raises:
           ValueError: if shapes do not fit, there is a bias, the association itself
-            has dropout, or it has a block and there is dropout or a module.
+            has dropout, or it has a block or a ridge and there is dropout.
         """
         del precision
         if bias is not None:
             raise ValueError(f"bias must be None, got shape {bias.shape}: use a mask")
-        if self.dropout:
-            raise ValueError(
-                "dropout of an association must be 0 in an attention of Flax, which "
-                f"has a dropout_rate, got {self.dropout}"
-            )
-        dropout_rng = dropout_key(dropout_rng, dropout_rate, deterministic)
+        rate = 0.0 if deterministic else dropout_rate
+        dropout_rng = dropout_key(self, dropout_rng, rate, module)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        check_attention(query, key, value)
+        check_attention(query, key, value, may_be_empty=self.own_memories > 0)
         *batch, L, heads, _ = query.shape
         S, kv_heads = key.shape[-3:-1]
         where = invalid = None
@@ -334,18 +341,13 @@ class Association(nnx.Module):
             for x in (key, value)
         )
         if self.block is not None:
-            if dropout_rng is not None or module is not None:
-                raise ValueError(
-                    "block makes no weights for dropout or module of an attention of "
-                    f"Flax, got dropout_rate {dropout_rate} and module {module!r}"
-                )
             stored = stored_rows(keys, values, where)
             output = self.associate_blocks(query, stored, tuple(batch))
-            return output if invalid is None else jnp.where(invalid, jnp.nan, output)
-        recall = self._recalled(query, keys, values, where, drop, None, False)
-        if module is not None:
-            module.sow(nnx.Intermediate, "attention_weights", recall.weights)
-        output = recall.output
+        else:
+            recall = self._recalled(query, keys, values, where, drop, None, False)
+            output = recall.output
+            if module is not None:
+                module.sow(nnx.Intermediate, "attention_weights", recall.weights)
         return output if invalid is None else jnp.where(invalid, jnp.nan, output)
 
     def _recalled(
@@ -380,14 +382,14 @@ class Association(nnx.Module):
         weights = drop(recall.weights)
         if weights is recall.weights and self.ridge is None:
             return recall
-        if where is not None:  # a weight of zero times NaN is not zero
-            finite = jnp.isfinite(keys).all(-1) & jnp.isfinite(values).all(-1)
-            keys, values = zero_unless(finite, keys), zero_unless(finite, values)
-        rows = "...sv" if shared else "...shv"
-        if self.ridge is None:
-            output = jnp.einsum(f"...hls,{rows}->...lhv", weights, values)
-        else:
-            output = local_linear(weights, query, keys, values, self.ridge)
+        output = read_out(
+            weights,
+            (query, keys, values),
+            ridge=self.ridge,
+            masked=where is not None,
+            whole=self.current_separation().shift_invariant,
+            shared=shared,
+        )
         return recall._replace(output=output)
 
     def _bias_patterns(self) -> tuple[Array | None, Array | None]:

@@ -1,12 +1,21 @@
 """What an attention of Flax asks of its `attention_fn`."""
 
+from typing import TYPE_CHECKING, Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from uhop_jax._checks import check_key, check_rate
 
-def check_attention(query: Array, key: Array, value: Array) -> None:
-    """Refuses queries, keys and values whose shapes do not fit.
+if TYPE_CHECKING:
+    from uhop_jax.layers.association import Association
+
+
+def check_attention(
+    query: Array, key: Array, value: Array, *, may_be_empty: bool
+) -> None:
+    """Refuses shapes that do not fit, and no key unless keys may be empty.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -19,24 +28,53 @@ def check_attention(query: Array, key: Array, value: Array) -> None:
     *batch, _, heads, d = query.shape
     S, kv_heads = key.shape[-3:-1]
     shapes = ((*batch, S, kv_heads, d), (*batch, S, kv_heads))
-    if key.shape != shapes[0] or value.shape[:-1] != shapes[1] or heads % kv_heads:
+    unlike = key.shape != shapes[0] or value.shape[:-1] != shapes[1]
+    if unlike or not kv_heads or heads % kv_heads:
         raise ValueError(
             f"keys and values of queries {query.shape} must agree in all axes but "
             "their length, their heads divide those of the queries, got "
             f"{key.shape} and {value.shape}"
         )
+    if S == 0 and not may_be_empty:
+        raise ValueError(f"key must hold at least one key, got shape {key.shape}")
 
 
-def dropout_key(key: Array | None, rate: float, deterministic: bool) -> Array | None:
+def dropout_key(
+    association: "Association", key: Array | None, rate: float, module: Any
+) -> Array | None:
     """The key of a call that has dropout, else None.
 
+    Args:
+      association: the association that is called.
+      key: as given to the call, or None.
+      rate: share of the weights that is dropped; 0 without dropout.
+      module: sows the weights; or None.
+
     Raises:
-      ValueError: if there is dropout and no key.
+      ValueError: if rate or key are wrong, there is dropout and no key, or the
+        association has no weights for them.
     """
-    if deterministic or not rate:
+    check_rate("dropout_rate", rate)
+    if association.dropout:
+        raise ValueError(
+            "dropout of an association must be 0 in an attention of Flax, which has a "
+            f"dropout_rate, got {association.dropout}"
+        )
+    if association.ridge is not None and rate:
+        raise ValueError(
+            f"ridge needs no dropout, got ridge {association.ridge} and dropout_rate "
+            f"{rate}"
+        )
+    if association.block is not None and (rate or module is not None):
+        raise ValueError(
+            "block makes no weights for dropout or module of an attention of Flax, got "
+            f"dropout_rate {rate} and module {module!r}"
+        )
+    if not rate:
         return None
     if key is None:
         raise ValueError("dropout needs a dropout_rng, or deterministic=True")
+    check_key(key)
     return key
 
 

@@ -1,7 +1,6 @@
 """What Hopfield layers share: inputs, norms, and the kernel that Stage I learns."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.random import fold_in
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import (
-    check_choice,
-    check_floating,
-    check_rngs,
-)
+from uhop_jax._checks import check_choice, check_floating, check_key, check_rngs
 from uhop_jax.contrastive import ContrastiveLoss
+from uhop_jax.corruption import Corruption
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.features import (
     LinearFeatures,
@@ -26,7 +23,7 @@ from uhop_jax.layers.features import (
     as_kernel,
 )
 from uhop_jax.layers.inputs import IndexedMemories, Inputs, Sizes, as_inputs, as_rows
-from uhop_jax.layers.masks import mask_rows
+from uhop_jax.layers.masks import first_seen, mask_rows
 from uhop_jax.layers.recall import Recall
 from uhop_jax.layers.tiles import Maps, Rows
 
@@ -273,7 +270,12 @@ class Layer(nnx.Module):
             mask = mask_rows(inputs.where, shared)
         elif not shared:
             mask = jnp.broadcast_to(mask, memories.shape[:-1]).reshape(-1)
+        record = self.record
+        if record is not None:  # static data, but its loss may hold arrays
+            self.record = None
         graphdef, parameters = nnx.split(self)
+        if record is not None:
+            self.record = record
         arguments = nnx.to_pure_dict(parameters), made
         length = math.prod(memories.shape[:-1])
         stored = Rows(
@@ -281,6 +283,7 @@ class Layer(nnx.Module):
             Maps.of(_KeysAndValues(graphdef), arguments),
             jax.tree.map(lambda x: x.reshape(length, x.shape[-1]), rows),
             mask,
+            spare=None if made is None else first_seen(mask),
         )
         state = inputs.state
         if self.norm_state is not None:
@@ -316,7 +319,9 @@ class Layer(nnx.Module):
                     "key must be a key of jax.random, with which ContrastiveLoss draws "
                     "views, got None"
                 )
-            view = functools.partial(asked["loss"].view, jax.random.fold_in(key, VIEW))
+            check_key(key)
+            corrupted, view_key = Corruption.of(asked["loss"].view), fold_in(key, VIEW)
+            view = lambda x: corrupted(view_key, x)[0]  # noqa: E731
             views = self._separated(*arguments, view).features
         self.record = self.record.extended(self._separated(*arguments), views)
 

@@ -114,6 +114,10 @@ def associate_blocks(
     y = jnp.swapaxes(query, 1, 2).reshape(B, heads * L, d)
     bags = Bags(offsets, lengths, base)
     out = _recalled(model, y, stored, bags, axis, steps=steps, block=block)
+    if lengths is not None:  # traced lengths may be out of range
+        ends = jnp.cumsum(lengths, dtype=jnp.int32)
+        valid = (lengths >= 0).all() & ((ends >= 0) & (ends <= stored.length)).all()
+        out = jnp.where(valid, out, jnp.nan)
     return jnp.swapaxes(out.reshape(B, heads, L, -1), 1, 2)
 
 
@@ -275,7 +279,8 @@ def _averages_of_all(plan, update, model, y, stored: Rows, bags: Bags) -> Array:
 
         def tile(rows: Any, mask: Any, index: Array) -> HeadTile:
             of_maps = maps.call, maps.others, index, dropout
-            return HeadTile((maps.numbers, rows), mask, index[0], plan.dtype, *of_maps)
+            ends = plan.dtype, *of_maps, stored.spare
+            return HeadTile((maps.numbers, rows), mask, index[0], *ends)
 
         @jax.checkpoint
         def compare(_, block):
@@ -289,19 +294,20 @@ def _averages_of_all(plan, update, model, y, stored: Rows, bags: Bags) -> Array:
             return total + part.weigh(p, keys, update).astype(total.dtype), None
 
         _, z = lax.scan(compare, None, blocks)
-        z = jnp.moveaxis(z, 0, 1).reshape(y.shape[0], -1)
+        z = jnp.moveaxis(z, 0, 1).reshape(y.shape[0], -1)[:, :length]
         own = None
         if stored.own:
             own = dataclasses.replace(
                 stored, dropout=dropout, rows=None, mask=None
             ).own_tile(plan.dtype)
             own_keys, own_z = own.overlaps(model, y)
-            z = jnp.concatenate([own_z, z], axis=-1)
+            z = jnp.concatenate([z, own_z], axis=-1)
         p = weights_of_rows(model.separation, z, model.beta)
         out = jnp.zeros((y.shape[0], stored.width(y, update)), y.dtype)
         if own is not None:
-            out += own.weigh(p[:, : stored.own], own_keys, update).astype(y.dtype)
-        p = p[:, stored.own :].reshape(y.shape[0], -1, plan.tile)
+            out += own.weigh(p[:, length:], own_keys, update).astype(y.dtype)
+        p = jnp.pad(p[:, :length], ((0, 0), (0, room)))
+        p = p.reshape(y.shape[0], -1, plan.tile)
         out, _ = lax.scan(weigh, out, (jnp.moveaxis(p, 1, 0), *blocks))
         return out
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import is_traced
+from uhop_jax._checks import as_floating, check_count, is_traced
 from uhop_jax._pytree import pytree
 from uhop_jax.layers.masks import checked_mask, combined_mask, zero_unless
 from uhop_jax.layers.tiles import STATIC
@@ -25,13 +25,22 @@ class IndexedMemories:
     Attributes:
       function: maps indices `(T,)`, int32, and the arguments to memories
         `(T, memory_size)`. It must hash: the arrays that it needs are arguments.
-      length: number of memories.
+      length: number of memories, at least one.
       arguments: pytrees of arrays, in which there are derivatives.
+
+    Raises:
+      ValueError: if the function cannot be called, or the length is no positive
+        integer.
     """
 
     function: Callable[..., Array] = dataclasses.field(metadata=STATIC)
     length: int = dataclasses.field(metadata=STATIC)
     arguments: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"function must be a function, got {self.function!r}")
+        check_count("length", self.length, 1)
 
     def __call__(self, index: Int[Array, " T"]) -> Float[Array, "T memory_size"]:
         """The memories of these indices."""
@@ -39,10 +48,18 @@ class IndexedMemories:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of all memories, without making them."""
-        one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        made = jax.eval_shape(lambda rows, index: rows(index), self, one).shape
-        return (self.length, *made[1:])
+        """Shape of all memories, without making them.
+
+        Raises:
+          ValueError: if the function does not give one memory for each index.
+        """
+        two = jax.ShapeDtypeStruct((2,), jnp.int32)
+        made = jax.eval_shape(lambda rows, index: rows(index), self, two).shape
+        if len(made) != 2 or made[0] != 2:
+            raise ValueError(
+                f"function must give (2, memory_size) for 2 indices, got {made}"
+            )
+        return (self.length, made[1])
 
 
 class Inputs(NamedTuple):
@@ -112,42 +129,30 @@ def as_inputs(
     Raises:
       ValueError: if shapes do not fit, or a mask is not boolean.
     """
-    state = jnp.asarray(state)
-    memories = state if memories is None else jnp.asarray(memories)
-    values = None if values is None else jnp.asarray(values)
-    if state.ndim < 2 or state.shape[-1] != sizes.state:
-        raise ValueError(
-            f"state must have shape (..., L, {sizes.state}), got {state.shape}"
-        )
-    if 0 in memories.shape[-2:-1] and not may_be_empty:
-        raise ValueError(
-            f"memories must hold at least one pattern, got shape {memories.shape}; "
-            "mask the patterns of an empty bag"
-        )
-    single = all(number == 1 for number in memories.shape[:-2])
-    if single and state.ndim >= memories.ndim:  # one memory set for all states
-        memories = memories.reshape(memories.shape[-2:])
-        if values is not None:
-            values = values.reshape(values.shape[-2:])
-    shared = memories.ndim == 2
+    state = _state(sizes, state)
+    memories = state if memories is None else as_floating(memories, "memories")
     if memories.ndim < 2 or memories.shape[-1] != sizes.memory:
         raise ValueError(
             f"memories must have shape (..., S, {sizes.memory}), got {memories.shape}"
         )
+    if memories.shape[-2] == 0 and not may_be_empty:
+        raise ValueError(
+            f"memories must hold at least one pattern, got shape {memories.shape}; "
+            "mask the patterns of an empty bag"
+        )
+    values = None if values is None else as_floating(values, "values")
+    if state.ndim >= memories.ndim and _single(memories):  # for all states
+        memories = memories.reshape(memories.shape[-2:])
+        if values is not None and values.ndim > 2 and _single(values):
+            values = values.reshape(values.shape[-2:])
+    shared = memories.ndim == 2
     batch = state.shape[:-2] if shared else memories.shape[:-2]
     if batch[len(batch) - len(state.shape[:-2]) :] != state.shape[:-2]:
         raise ValueError(
             f"memories have shape {memories.shape}, state {state.shape}: leading axes "
             "must agree, or memories have none, or state fewer"
         )
-    if values is not None:
-        if sizes.value is None:
-            raise ValueError("values need a layer with a value_size")
-        if values.shape != (*memories.shape[:-1], sizes.value):
-            raise ValueError(
-                f"values must have shape {(*memories.shape[:-1], sizes.value)}, got "
-                f"{values.shape}"
-            )
+    _check_values(sizes, values, memories.shape[:-1])
     shape = (*batch, sizes.heads, state.shape[-2], memories.shape[-2])
     where, visible = combined_mask(mask, association_mask, shape), None
     if where is not None:  # a memory that no state may see may be NaN
@@ -156,7 +161,7 @@ def as_inputs(
         memories = zero_unless(needed, memories)
         if values is not None:
             values = zero_unless(needed, values)
-    alone = None if association_mask is not None else mask
+    alone = None if association_mask is not None or mask is None else jnp.asarray(mask)
     return Inputs(state, memories, values, batch, where, visible, alone)
 
 
@@ -176,27 +181,19 @@ def as_rows(
     Raises:
       ValueError: as `as_inputs`; or if the lengths are negative or exceed `S`.
     """
-    state = jnp.asarray(state)
+    state = _state(sizes, state)
+    if memories is None:
+        raise ValueError("memories must be given with lengths, got None")
     if not isinstance(memories, IndexedMemories):
-        memories = jnp.asarray(memories)
-    if state.ndim < 2 or state.shape[-1] != sizes.state:
-        raise ValueError(
-            f"state must have shape (..., L, {sizes.state}), got {state.shape}"
-        )
+        memories = as_floating(memories, "memories")
     if len(memories.shape) != 2 or memories.shape[1] != sizes.memory:
         raise ValueError(
             f"memories must have shape (S, {sizes.memory}), all bags one behind "
             f"another, got {memories.shape}"
         )
     length = memories.shape[0]
-    if values is not None:
-        values = jnp.asarray(values)
-        if sizes.value is None:
-            raise ValueError("values need a layer with a value_size")
-        if values.shape != (length, sizes.value):
-            raise ValueError(
-                f"values must have shape {(length, sizes.value)}, got {values.shape}"
-            )
+    values = None if values is None else as_floating(values, "values")
+    _check_values(sizes, values, (length,))
     if mask is not None:
         mask = checked_mask(mask, (), length)
     batch = state.shape[:-2]
@@ -212,24 +209,56 @@ def as_rows(
     return Inputs(state, memories, values, batch, None, None, mask, lengths)
 
 
+def _state(sizes: Sizes, state: Any) -> Array:
+    """The states, of a checked shape."""
+    state = as_floating(state, "state")
+    if state.ndim < 2 or state.shape[-1] != sizes.state:
+        raise ValueError(
+            f"state must have shape (..., L, {sizes.state}), got {state.shape}"
+        )
+    return state
+
+
+def _check_values(sizes: Sizes, values: Array | None, leading: tuple[int, ...]) -> None:
+    """Refuses values that are not one for each memory."""
+    if values is None:
+        return
+    if sizes.value is None:
+        raise ValueError("values need a layer with a value_size")
+    if values.shape != (*leading, sizes.value):
+        raise ValueError(
+            f"values must have shape {(*leading, sizes.value)}, got {values.shape}"
+        )
+
+
+def _single(x: Array) -> bool:
+    """Whether the batch of an array has one entry."""
+    return all(number == 1 for number in x.shape[:-2])
+
+
 def as_lengths(lengths: Any, total: int) -> Int[Array, " bags"]:
-    """The number of memories of each bag, int32.
+    """The number of memories of each bag, int32; -1 for a traced one out of range.
 
     Raises:
       ValueError: if they are no integers, negative, or more than `total` together.
     """
+    traced = is_traced(lengths)
+    numbers = lengths if traced else np.asarray(lengths)
     lengths = jnp.asarray(lengths)
     if lengths.ndim != 1 or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             "lengths must be integers of shape (bags,), got "
             f"{lengths.dtype} of shape {lengths.shape}"
         )
-    if not is_traced(lengths):
-        numbers = np.asarray(lengths)
+    if not traced:
         if (numbers < 0).any() or numbers.sum() > total:
             raise ValueError(
                 f"lengths must be at least 0 and sum to at most the {total} memories, "
                 f"got a least length of {numbers.min(initial=0)} and a sum of "
                 f"{numbers.sum()}"
             )
-    return lengths.astype(jnp.int32)
+        return lengths.astype(jnp.int32)
+    if lengths.dtype.itemsize < 4:
+        lengths = lengths.astype(jnp.int32)
+    valid = (lengths >= 0) & (lengths <= total)
+    return jnp.where(valid, lengths.astype(jnp.int32), jnp.int32(-1))

@@ -14,6 +14,7 @@ from uhop_jax._checks import (
     check_floating,
     check_rngs,
     check_sizes,
+    working_dtype,
 )
 from uhop_jax.separation import Entmax, Separation, bounded_alpha
 
@@ -48,7 +49,8 @@ class LearnedAlpha(nnx.Module):
     def __call__(self) -> Separation:
         """The separation at the present `alpha`."""
         replaced: Any = dataclasses.replace
-        return replaced(self.start, alpha=bounded_alpha(self.raw[...]))
+        raw = self.raw[...].astype(working_dtype(self.raw))  # the ends are then near
+        return replaced(self.start, alpha=bounded_alpha(raw))
 
 
 class BiasPattern(nnx.Module):

@@ -1,10 +1,11 @@
 """Masks of a layer: which memories a state may see."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import broadcast_rows, is_traced
 
@@ -43,6 +44,16 @@ def combined_mask(
             visible = jnp.broadcast_to(visible, (*batch, L, S))[..., None, :, :]
         where = visible if where is None else where & visible
     return where
+
+
+def check_where(where: Any, shape: tuple[int, ...]) -> None:
+    """Refuses a mask of weights `(*batch, heads, L, S)` that has another shape."""
+    *batch, heads, L, S = shape
+    if jnp.shape(where) not in ((*batch, 1, L, S), (*batch, heads, L, S)):
+        raise ValueError(
+            f"where must have shape {(*batch, heads, L, S)}, or 1 in place of the "
+            f"heads, got {jnp.shape(where)}"
+        )
 
 
 def extended_mask(
@@ -109,16 +120,22 @@ def mask_rows(
         return None
     if shared:
         where = jnp.moveaxis(where, (-1, -3), (0, 1))
-        return where.reshape(*where.shape[:2], -1)
+        return where.reshape(*where.shape[:2], math.prod(where.shape[2:]))
     where = jnp.moveaxis(where, -1, -3)
-    return where.reshape(-1, *where.shape[-2:])
+    return where.reshape(math.prod(where.shape[:-2]), *where.shape[-2:])
+
+
+def first_seen(mask: Bool[Array, " S"] | None) -> Int[Array, ""]:
+    """Index of the first memory that may be seen; zero if there is none."""
+    return jnp.int32(0) if mask is None else jnp.argmax(mask).astype(jnp.int32)
 
 
 def zero_unless(
-    valid: Bool[Array, "*rows"], x: Float[Array, "*rows size"]
-) -> Float[Array, "*rows size"]:
-    """`x` with the rows that are not valid zero."""
-    return jnp.where(valid[..., None], x, jnp.zeros((), x.dtype))
+    valid: Bool[Array, "*rows"], x: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """`x`, whose first axes are those of `valid`, zero where not valid."""
+    valid = valid.reshape(*valid.shape, *(1,) * (x.ndim - valid.ndim))
+    return jnp.where(valid, x, jnp.zeros((), x.dtype))
 
 
 def checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:

@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from uhop_jax._checks import working_dtype
 from uhop_jax._fast import kept_at
 from uhop_jax._pytree import pytree
-from uhop_jax.layers.masks import mask_rows
+from uhop_jax.layers.masks import mask_rows, zero_unless
 from uhop_jax.streaming._tiles import QueryModel, Tile, add_rows
 
 STATIC = {"static": True}  # metadata of a field that is no leaf
@@ -37,7 +38,7 @@ class Maps:
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: Any) -> "Maps":
         """The maps `function(arguments, rows, index)`, of a function that hashes."""
-        leaves, structure = jax.tree.flatten(arguments)
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, arguments))
         floating = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
         numbers, others = (
             [x for x, number in zip(leaves, floating, strict=True) if number is wanted]
@@ -97,6 +98,8 @@ class Rows:
         bag; or None.
       own_seen: whether these memories count, a scalar; None is always.
       dropout: of the weights; or None.
+      spare: index of a memory that may be seen, which is made where nobody may see the
+        memory itself; None if memories are not made from their index.
     """
 
     length: int = dataclasses.field(metadata=STATIC)
@@ -106,11 +109,23 @@ class Rows:
     own_memories: tuple[Array, Array] | None = None
     own_seen: Bool[Array, ""] | None = None
     dropout: Dropout | None = None
+    spare: Int[Array, ""] | None = None
 
     @property
     def own(self) -> int:
         """Number of memories that belong to every bag."""
         return 0 if self.own_memories is None else self.own_memories[0].shape[0]
+
+    def filled(self, bags: int) -> "Rows":
+        """The rows; if there is none, one for each bag, which no query may see."""
+        if self.length != 0:
+            return self
+        count = max(bags, 1)
+        rows = jax.tree.map(
+            lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), self.rows
+        )
+        mask = jnp.zeros((count,), bool)
+        return dataclasses.replace(self, length=count, rows=rows, mask=mask)
 
     def width(self, y: Array, update: bool) -> int:
         """Dimension of the averaged patterns."""
@@ -133,9 +148,9 @@ class Rows:
             mask = mask & inside.reshape(-1, *(1,) * (mask.ndim - 1))
         mask = inside if mask is None else mask
         index = start + jnp.arange(size, dtype=jnp.int32)
-        parts = self.maps.numbers, rows
-        call, others = self.maps.call, self.maps.others
-        return HeadTile(parts, mask, start, dtype, call, others, index, self.dropout)
+        parts, maps = (self.maps.numbers, rows), self.maps
+        of_maps = maps.call, maps.others, index, self.dropout, self.spare
+        return HeadTile(parts, mask, start, dtype, *of_maps)
 
     def own_tile(self, dtype: Any) -> Tile:
         """The memories that belong to every bag."""
@@ -160,8 +175,9 @@ def stored_rows(
     where: Bool[Array, "*batch h L S"] | None,
 ) -> Rows:
     """Rows of keys and values that are there already."""
-    rows = tuple(x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
-    return Rows(rows[0].shape[0], Maps(as_they_are), rows, mask_rows(where))
+    length = math.prod(keys.shape[:-2])
+    rows = tuple(x.reshape(length, *x.shape[-2:]) for x in (keys, values))
+    return Rows(length, Maps(as_they_are), rows, mask_rows(where))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,15 +191,20 @@ class HeadTile(Tile):
     others: Any
     index: Array
     dropout: Dropout | None
+    spare: Array | None = None
     own: bool = False
 
     def keys(self, model: Any) -> Any:
         """Keys `(T, heads, d)` and values `(T, heads, v)`."""
-        numbers, rows = self.parts
+        (numbers, rows), index = self.parts, self.index
         if self.mask is not None:  # a memory that no query may see may be NaN
             seen = self.mask.any(tuple(range(1, self.mask.ndim)))
-            rows = jax.tree.map(lambda x: _zero_unless(seen, x), rows)
-        both = self.call(numbers, self.others, rows, self.index)
+            rows = jax.tree.map(lambda x: zero_unless(seen, x), rows)
+            if self.spare is not None:  # zeros alone would leave gradients NaN
+                index = jnp.where(seen, index, self.spare)
+        both = self.call(numbers, self.others, rows, index)
+        if self.mask is not None and self.spare is not None:
+            both = tuple(zero_unless(seen, x) for x in both)
         return both if self.dtype is None else tuple(x.astype(self.dtype) for x in both)
 
     def overlaps(self, model: QueryModel, y: Array) -> tuple[Any, Array]:
@@ -194,7 +215,7 @@ class HeadTile(Tile):
             finite = functools.reduce(
                 jnp.logical_and, [jnp.isfinite(x).all((1, 2)) for x in both]
             )
-            both = tuple(_zero_unless(finite, x) for x in both)
+            both = tuple(zero_unless(finite, x) for x in both)
         z = self.compare(model, both, y)
         if self.mask is None:
             return both, z.reshape(-1, z.shape[-1])
@@ -246,9 +267,3 @@ def _product(equation: str, a: Array, b: Array) -> Array:
         precision=lax.Precision.HIGHEST,
         preferred_element_type=working_dtype(b),
     )
-
-
-def _zero_unless(valid: Array, x: Array) -> Array:
-    """`x (T, ...)`, zero in the rows that are not valid."""
-    valid = valid.reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(valid, x, jnp.zeros((), x.dtype))

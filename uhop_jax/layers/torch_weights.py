@@ -72,6 +72,11 @@ def from_torch(module: T, state_dict: Mapping[str, Any], *, epsilon: float = 1e-
         place in the module, or has the wrong shape.
     """
     check_positive("epsilon", epsilon)
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            "state_dict must be a dictionary of arrays by name, got "
+            f"{type(state_dict).__name__}"
+        )
     module = nnx.clone(module)
     given = {name: _array(name, x) for name, x in state_dict.items()}
     entries: dict[str, _Entry] = {}
@@ -91,8 +96,8 @@ def from_torch(module: T, state_dict: Mapping[str, Any], *, epsilon: float = 1e-
         for name, parameter in learned.items():
             if parameter is not None:
                 entries[name] = _Entry((1, *parameter.shape), _rows((parameter, None)))
-            if name in given and given[name].ndim == 3:  # without batch_first (n, 1, d)
-                given[name] = given[name].reshape(1, -1, given[name].shape[-1])
+            if name in given and given[name].shape[1:-1] == (1,):  # not batch_first
+                given[name] = given[name].swapaxes(0, 1)
         _add_hopfield(entries, "hopfield.", module.layer, given, epsilon)
     else:
         raise ValueError(

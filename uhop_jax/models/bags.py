@@ -51,6 +51,7 @@ class BagClassifier(nnx.Module):
         check_floating("param_dtype", param_dtype)
         check_rngs(rngs)
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        self.features = features
         self.embed = nnx.data(None)
         if size:
             self.embed = nnx.Linear(features, size, rngs=rngs, **dtypes)
@@ -73,6 +74,9 @@ class BagClassifier(nnx.Module):
           instances: of each bag.
           mask: true for instances; false for padding.
           key: key of `jax.random` for dropout of the weights over instances.
+
+        Raises:
+          ValueError: if shapes do not fit.
         """
         return self._logits(self.pool(self._embedded(instances), mask=mask, key=key))
 
@@ -96,6 +100,11 @@ class BagClassifier(nnx.Module):
         return self._logits(pooled), weights
 
     def _embedded(self, instances: Array) -> Array:
+        shape = jnp.shape(instances)
+        if len(shape) < 2 or shape[-1] != self.features:
+            raise ValueError(
+                f"instances must have shape (..., S, {self.features}), got {shape}"
+            )
         return instances if self.embed is None else jax.nn.relu(self.embed(instances))
 
     def _logits(self, pooled: Array) -> Array:

@@ -68,7 +68,17 @@ class SequenceModel(nnx.Module):
         """Logits of a token at each position, whose own tokens are added up.
 
         There is no dropout without a key.
+
+        Raises:
+          ValueError: if tokens are no integers, or of another shape.
         """
+        tokens, length = jnp.asarray(tokens), self.positions.shape[0]
+        integers = jnp.issubdtype(tokens.dtype, jnp.integer)
+        if tokens.ndim < 2 or tokens.shape[-2] != length or not integers:
+            raise ValueError(
+                f"tokens must be integers of shape (..., {length}, parts), got "
+                f"{tokens.dtype} of shape {tokens.shape}"
+            )
         x = self.embed(tokens).sum(-2)
         positions = self.positions[...].astype(x.dtype)
         x = x + jnp.broadcast_to(positions, x.shape)

@@ -312,7 +312,8 @@ def differentiated_once(x: Any) -> Any:
 @differentiated_once.defjvp
 def _refuse(primals, tangents):
     raise ValueError(
-        "retrieve_streamed has first derivatives alone: use retrieve for second ones"
+        "retrieval by blocks has first derivatives alone: use retrieve, or a layer "
+        "without a block, for second ones"
     )
 
 

@@ -126,9 +126,10 @@ class Application(abc.ABC):
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         """Optimizer of the task; `steps` is the number of steps of an epoch."""
 
-    @abc.abstractmethod
     def goal(self) -> Goal:
-        """End of a run, and the metric of its best epoch."""
+        """End of a run, and the metric of its best epoch: the least loss."""
+        options = self.config.train
+        return Goal(options.epochs, "loss", True, options.patience or None)
 
     @abc.abstractmethod
     def summary(
@@ -156,7 +157,7 @@ class Application(abc.ABC):
     def export(
         self, cell: AnyCell, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
-        """Writes the model of the first seed by `write_export`; returns its message."""
+        """Writes by `write_export` what `predict` applies; returns its message."""
 
     def untrained(self) -> Rows:
         """Records of methods that need no training."""

@@ -84,6 +84,16 @@ def _arms() -> dict[str, Arm]:
 ARMS: Mapping[str, Arm] = _arms()
 
 
+def check_own_arms(names: Iterable[str]) -> None:
+    """Refuses arms of the authors' image code, in tasks other than images."""
+    for name in names:
+        if arm_of(name).reference:
+            raise ValueError(
+                f"arm {name!r} is of the authors' image code; they have released none "
+                "for this task"
+            )
+
+
 def arm_of(name: str) -> Arm:
     """The arm of that name.
 

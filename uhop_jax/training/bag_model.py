@@ -52,6 +52,11 @@ def bag_model(
             **options,
         )
 
+    if arm.matched and not size:
+        raise ValueError(
+            f"arm {cell.arm!r} makes the embedding wider and needs one, got model.size "
+            f"{size}"
+        )
     heads = options["num_heads"]
     return with_matched_size(
         with_size, size, heads, matched=arm.matched, kernel=arm.kernel

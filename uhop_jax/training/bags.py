@@ -19,12 +19,12 @@ from uhop_jax import data, plotting
 from uhop_jax._checks import check_at_least, check_count, check_named, check_seed
 from uhop_jax.training import bag_report
 from uhop_jax.training.application import Application, Rows
-from uhop_jax.training.arms import arm_of
+from uhop_jax.training.arms import check_own_arms
 from uhop_jax.training.bag_data import Source, Stored, padded, padding, source_of
 from uhop_jax.training.bag_model import bag_model
 from uhop_jax.training.cells import BagCell
 from uhop_jax.training.exporting import FILE, write_export
-from uhop_jax.training.judging import Goal, best_epoch
+from uhop_jax.training.judging import best_epoch
 from uhop_jax.training.run import best_state
 from uhop_jax.training.steps import Trainer
 from uhop_jax.training.task import SEPARATIONS, Batch, Split, Take, Task, TrainState
@@ -46,12 +46,7 @@ class BagClassification(Application):
         check_count("folds", config.folds, 0)
         check_seed("data.draw", config.data.draw)
         check_at_least("train.weight_decay", config.train.weight_decay, 0)
-        for arm in config.arms:
-            if arm_of(arm).reference:
-                raise ValueError(
-                    f"arm {arm!r} is of the authors' image code; they have released "
-                    "none for bags"
-                )
+        check_own_arms(config.arms)
         self._scores: Rows = []
         self._bags: Rows = []
         self._weights: Rows = []
@@ -124,21 +119,13 @@ class BagClassification(Application):
                 "accuracy": ((logits > 0) == positive).astype(jnp.float32),
             }
 
-        def unchanged(batch: Batch, key: Array) -> Batch:
-            del key
-            return batch
-
         build = bag_model(self.config, cell, self.source.features)
-        return Task(build, score, inputs, unchanged, train, test, validation)
+        return Task(build, score, inputs, train, test, validation)
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         del steps
         options = self.config.train
         return optax.adamw(options.learning_rate, weight_decay=options.weight_decay)
-
-    def goal(self) -> Goal:
-        options = self.config.train
-        return Goal(options.epochs, "loss", True, options.patience or None)
 
     def summary(
         self, cell: Any, trainer: Trainer, history: Rows, directory: Path
@@ -262,20 +249,27 @@ class BagClassification(Application):
     def export(
         self, cell: Any, trainer: Trainer, state: TrainState, directory: Path
     ) -> str:
-        """Writes a function from the instances of one bag to its probability."""
-        source, model = self.source, trainer.model_on_host(state)
+        """Writes a function from the instances of one bag to its probability.
+
+        The probability is the mean over the models of all seeds, as in `predict`.
+        """
+        source = self.source
         if not isinstance(source, Stored):
             raise ValueError(
                 f"export: {self.config.data.name} is simulated; a model of bags that "
                 "are stored is needed, as of --config=configs/bags.py:csv"
             )
         mean, deviation = (x.astype(np.float32) for x in source.scaler(self.fold(cell)))
+        seeds = range(len(trainer.seeds))
+        models = [trainer.model_on_host(state, seed) for seed in seeds]
 
         def probability(instances: Array) -> Array:
-            return jax.nn.sigmoid(model(((instances - mean) / deviation)[None])[0])
+            bag = ((instances - mean) / deviation)[None]
+            return jax.nn.sigmoid(jnp.stack([model(bag)[0] for model in models])).mean()
 
-        path = directory / FILE
-        return write_export(path, probability, (source.features,), jnp.float32)
+        path, shape = directory / FILE, (source.features,)
+        text = write_export(path, probability, shape, jnp.float32, axis="instances")
+        return text + f"; the mean over {len(models)} seeds" * (len(models) > 1)
 
 
 def inputs(batch: Batch) -> tuple:

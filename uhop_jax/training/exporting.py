@@ -15,7 +15,12 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def write_export(
-    path: Path, function: Callable[[Array], Array], shape: Sequence[int], dtype: Any
+    path: Path,
+    function: Callable[[Array], Array],
+    shape: Sequence[int],
+    dtype: Any,
+    *,
+    axis: str = "batch",
 ) -> str:
     """Writes a function of a batch of examples, with its numbers, by `jax.export`.
 
@@ -27,6 +32,7 @@ def write_export(
       function: of examples `(batch, *shape)`.
       shape: of one example.
       dtype: of an example.
+      axis: name of the number of examples.
 
     Returns:
       A message that names the file, and what the function takes and returns.
@@ -34,7 +40,7 @@ def write_export(
     Raises:
       ValueError: if the file exists, and the run has not written it.
     """
-    sizes = export.symbolic_shape(", ".join(map(str, ("batch", *shape))))
+    sizes = export.symbolic_shape(", ".join(map(str, (axis, *shape))))
     examples = jax.ShapeDtypeStruct(sizes, dtype)
     exported = export.export(jax.jit(function), platforms=PLATFORMS)(examples)
     data = exported.serialize()

@@ -32,7 +32,7 @@ from uhop_jax.training.cells import ForecastCell, directory_name
 from uhop_jax.training.examples import Data
 from uhop_jax.training.exporting import FILE, write_export
 from uhop_jax.training.forecast_model import forecast_model, splits_of
-from uhop_jax.training.judging import Goal, best_epoch
+from uhop_jax.training.judging import best_epoch
 from uhop_jax.training.run import best_state
 from uhop_jax.training.steps import Trainer
 from uhop_jax.training.task import SEPARATIONS, Batch, Task, TrainState
@@ -195,10 +195,6 @@ class Forecasting(Application):
             }
             return {"loss": metrics[kind]} | metrics
 
-        def unchanged(batch: Batch, key: Array) -> Batch:
-            del key
-            return batch
-
         build = forecast_model(self.config, cell, len(series.names))
         if cell.memory == "tune":
             build = self._tuned(cell)
@@ -206,7 +202,7 @@ class Forecasting(Application):
         # The authors' code judges an epoch by the mean over batches, not over windows.
         released = self.config.model.preset == "released"
         validation = validation._replace(by_batch=released)
-        return Task(build, score, inputs, unchanged, train, test, validation)
+        return Task(build, score, inputs, train, test, validation)
 
     def _bank(self, cell: ForecastCell) -> tuple[np.ndarray, np.ndarray]:
         """Windows of the training split, evenly spaced in time, and their futures.
@@ -249,10 +245,6 @@ class Forecasting(Application):
         halved = {epoch * steps: 0.5 for epoch in SCHEDULES[options.schedule]}
         rate = optax.piecewise_constant_schedule(options.learning_rate, halved)
         return optax.chain(optax.clip_by_global_norm(options.clip), optax.adam(rate))
-
-    def goal(self) -> Goal:
-        options = self.config.train
-        return Goal(options.epochs, "loss", True, options.patience or None)
 
     def untrained(self) -> Rows:
         rows = []

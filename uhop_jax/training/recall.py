@@ -21,13 +21,13 @@ from uhop_jax.training.arms import (
     RETRIEVAL,
     arm_of,
     association_of,
+    check_own_arms,
     features_of,
     styles,
 )
 from uhop_jax.training.cells import RecallCell
 from uhop_jax.training.exporting import FILE, write_export
 from uhop_jax.training.image_model import DTYPES
-from uhop_jax.training.judging import Goal
 from uhop_jax.training.steps import Trainer
 from uhop_jax.training.task import SEPARATIONS, Batch, Split, Task, TrainState
 
@@ -47,9 +47,7 @@ class Recall(Application):
         check_count("train.sequences", config.train.sequences, 1)
         for pairs in config.pairs:
             check_count("pairs", pairs, 1, config.data.vocabulary)
-        for arm in config.arms:
-            if arm_of(arm).reference:
-                raise ValueError(f"arm {arm!r} is of the authors' image code")
+        check_own_arms(config.arms)
 
     def read(self, cell: Any) -> dict[str, Any]:
         del cell
@@ -84,7 +82,7 @@ class Recall(Application):
             return {"loss": loss.mean(-1), "accuracy": hits.mean(-1)}
 
         def fresh(batch: Batch, key: Array) -> Batch:
-            """Sequences that no other step has."""
+            """Sequences drawn anew; few of 2^30 numbers come twice."""
             number = jax.random.randint(key, batch["values"].shape[:1], 0, 2**30)
             return jax.vmap(lambda n: sequence(n, pairs, keys))(-1 - number)
 
@@ -92,9 +90,9 @@ class Recall(Application):
             sequence_model(self.config, cell),
             score,
             lambda batch: (batch["tokens"],),
-            fresh,
             split(0, int(self.config.train.sequences)),
             split(2**30, int(self.config.data.test_sequences)),
+            augment=fresh,
         )
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
@@ -103,10 +101,6 @@ class Recall(Application):
             options.learning_rate, steps * options.epochs
         )
         return optax.adam(rate)
-
-    def goal(self) -> Goal:
-        options = self.config.train
-        return Goal(options.epochs, "loss", True, options.patience or None)
 
     def summary(
         self, cell: Any, trainer: Trainer, history: Rows, directory: Path

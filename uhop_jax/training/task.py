@@ -9,8 +9,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax._checks import (
+    check_choice,
+    check_count,
+    check_positive,
+    check_probability,
+)
 from uhop_jax.contrastive import ContrastiveLoss
+from uhop_jax.corruption import Mask
 from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
 
 SCHEDULES = ("none", "bilevel", "warmup", "reference")
@@ -45,6 +51,12 @@ class Split(NamedTuple):
     by_batch: bool = False
 
 
+def unchanged(batch: Batch, key: Array) -> Batch:
+    """The batch itself."""
+    del key
+    return batch
+
+
 class Task(NamedTuple):
     """Model, loss and examples.
 
@@ -53,23 +65,23 @@ class Task(NamedTuple):
       score: `score(model, batch, key)` gives metrics by name, one for each example;
         `loss` is minimised. Without a key nothing is random.
       inputs: `inputs(batch)` gives the arguments of the model, for separation losses.
-      augment: `augment(batch, key)` changes a batch before training on it.
       train: examples to learn from.
       test: examples to be judged by.
       validation: examples by which the best checkpoint is chosen; without them the test
         split judges the epochs, and the last is chosen.
       separate_states: whether Stage I separates states from memories too, as
         `separation_losses` with `states`.
+      augment: `augment(batch, key)` changes a batch before training on it.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
     score: Callable[[Any, Batch, Array | None], dict[str, Array]]
     inputs: Callable[[Batch], tuple]
-    augment: Callable[[Batch, Array], Batch]
     train: Split
     test: Split
     validation: Split | None = None
     separate_states: bool = False
+    augment: Callable[[Batch, Array], Batch] = unchanged
 
     @property
     def judge(self) -> str:
@@ -110,6 +122,9 @@ class StageOneOptions(NamedTuple):
         check_count("stage_one.batch_size", self.batch_size, 1)
         check_positive("stage_one.learning_rate", self.learning_rate)
         check_positive("stage_one.t", self.loss.t)
+        view = getattr(self.loss, "view", None)
+        if isinstance(view, Mask):
+            check_probability("stage_one.masked", view.fraction)
 
 
 class TrainState(NamedTuple):

@@ -321,7 +321,7 @@ def task_of(config: ConfigDict, cell: ImageCell, train: Images, test: Images) ->
     # The state of a ViH, its class token, is not among its memories.
     states = arm_of(cell.arm).reference and config.model.name == "vih"
     test_split = split_of(test)
-    return Task(build, score, inputs, changed, seen, test_split, separate_states=states)
+    return Task(build, score, inputs, seen, test_split, None, states, changed)
 
 
 def _rows(arrays: Mapping[str, Array], index: Array) -> Batch:
