@@ -23,7 +23,7 @@ from conftest import FAST, ROOT, config_module, config_of, run_script, slow_wher
 from PIL import Image
 
 from uhop_jax.data import labelled_images
-from uhop_jax.training import Trainer, train_and_evaluate
+from uhop_jax.training import Trainer, study, train_and_evaluate
 
 TINY = {
     "sizes": (40,),
@@ -571,3 +571,13 @@ def test_the_reference_runs_the_released_model(tmp_path):
     assert phases == ["stage_one"] * 2 + ["task"] * 2
     with pytest.raises(ValueError, match="data.held_out must be at most 1436, got"):
         train_and_evaluate(tiny(**{"data.held_out": 1437}), tmp_path / "other")
+
+
+@pytest.mark.parametrize("runs", [2, 5])
+def test_many_runs_are_counted_not_named(tmp_path, runs):
+    (tmp_path / "results.csv").touch()
+    (tmp_path / ".lock").touch()
+    for number in range(runs):
+        (tmp_path / f"fold_{number}").mkdir()
+    expected = {2: "results.csv, fold_0/, fold_1/", 5: "results.csv, 5 runs"}
+    assert study._files(tmp_path) == expected[runs]

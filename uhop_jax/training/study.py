@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ APPLICATIONS: dict[str, type[Application]] = {
     "bags": BagClassification,
     "recall": Recall,
 }
+FEW = 4  # directories of runs that are named after a study
 # Files of `configs/` by task.
 CONFIGS = {
     "vision": "vision",
@@ -111,7 +112,7 @@ def _train_cells(
                 )
                 workdirs.write_file(workdir / name, draw)
         print(f"\n{study.title}\n\n{study.report(rows)}\n")
-        print(f"written to {workdir}: {', '.join(_files(workdir))}")
+        print(f"written to {workdir}: {_files(workdir)}")
 
 
 def _judged(study: Application, cell: AnyCell) -> str:
@@ -169,8 +170,9 @@ def _fixed(study: Application, cell: AnyCell | None = None) -> ConfigDict:
     return copy
 
 
-def _files(workdir: Path) -> Iterator[str]:
-    """Names of the files of a study; a slash marks directories."""
-    for path in sorted(workdir.iterdir()):
-        if not path.name.startswith("."):
-            yield path.name + "/" * path.is_dir()
+def _files(workdir: Path) -> str:
+    """Names of the files of a study, and of its directories if they are few."""
+    paths = [path for path in sorted(workdir.iterdir()) if path.name[0] != "."]
+    files = [path.name for path in paths if path.is_file()]
+    runs = [f"{path.name}/" for path in paths if path.is_dir()]
+    return ", ".join([*files, *(runs if len(runs) <= FEW else [f"{len(runs)} runs"])])
