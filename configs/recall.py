@@ -8,7 +8,7 @@ each key and each value has a position). Each step draws new sequences.
 
 | variant | question | cost on 2 cores |
 |---|---|---|
-| `recall` (default) | which arm recalls 96 pairs in 12 dimensions? | 25 minutes |
+| `recall` (default) | which arm recalls 96 pairs in 10 dimensions? | 25 minutes |
 
 Arms are named in `uhop_jax/training/arms.py`. The keys that people set first are
 `arms`, `seeds`, `pairs`, `train.sequences` and `model.size`.
@@ -53,7 +53,7 @@ def get_config(variant: str = "recall") -> ml_collections.ConfigDict:
     config.data.dir = ""  # nothing is read: sequences are generated
 
     config.model = ml_collections.ConfigDict()
-    config.model.size = 12  # of tokens
+    config.model.size = 10  # of tokens
     config.model.num_heads = 1  # of each layer
     config.model.depth = 1  # blocks
     config.model.steps = 1  # updates of a layer
@@ -67,7 +67,7 @@ def get_config(variant: str = "recall") -> ml_collections.ConfigDict:
     config.train.epochs = 10  # after each of which the model is judged
     config.train.sequences = 3200  # of an epoch
     config.train.batch_size = 32  # sequences of a step
-    config.train.learning_rate = 3e-3  # of Adam
+    config.train.learning_rate = 1e-2  # of Adam; at 3e-3 some seeds never leave chance
     config.train.patience = 0  # epochs without a better loss; 0 is no limit
     config.train.checkpoint_seconds = 60.0  # between checkpoints
 
