@@ -652,12 +652,14 @@ def test_no_two_separations_share_a_structure():
 
 @every_separation
 def test_calls_outside_of_jit_compile_once(sep, compilations):
-    z = normal(20, 9)
-    sep(z)
-    jax.grad(lambda z: sep(z)[0, 0])(z)
-    before = len(compilations)
-    sep(z)
-    jax.grad(lambda z: sep(z)[0, 0])(z)
+    z, beta = normal(20, 9), jnp.asarray(2.0)
+    for _ in range(2):
+        before = len(compilations)
+        sep(z)
+        sep.tempered(z, beta)
+        if sep.has_conjugate:
+            sep.tempered_conjugate(z, beta)
+        jax.grad(lambda z: sep(z)[0, 0])(z)
     assert len(compilations) == before
 
 

@@ -119,7 +119,7 @@ class Separation(Pytree, abc.ABC):
           ValueError: if `beta` is not positive, or as in `__call__`.
         """
         *prepared, dtype = self._prepare_both(overlaps, beta, where)
-        return self._tempered(*prepared).astype(dtype)
+        return _jit_tempered(self, *prepared).astype(dtype)
 
     def tempered_conjugate(
         self,
@@ -144,7 +144,7 @@ class Separation(Pytree, abc.ABC):
         """
         self._check_conjugate()
         *prepared, dtype = self._prepare_both(overlaps, beta, where)
-        return self._tempered_conjugate(*prepared).astype(dtype)
+        return _jit_tempered_conjugate(self, *prepared).astype(dtype)
 
     def margin(self) -> ArrayLike:
         """The least lead of the largest entry at which weights are exactly one-hot.
@@ -261,3 +261,13 @@ def _jit_weights(separation: Separation, z: Array) -> Array:
 @jax.jit
 def _jit_conjugate(separation: Separation, z: Array) -> Array:
     return separation._conjugate(z)
+
+
+@jax.jit
+def _jit_tempered(separation: Separation, *prepared: Any) -> Array:
+    return separation._tempered(*prepared)
+
+
+@jax.jit
+def _jit_tempered_conjugate(separation: Separation, *prepared: Any) -> Array:
+    return separation._tempered_conjugate(*prepared)
