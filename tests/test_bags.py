@@ -388,12 +388,12 @@ def test_a_study_from_end_to_end(path, tmp_path, capsys, untyped):
     assert (run / "results.csv").read_bytes() == results
     one = tmp_path / "one.csv"  # one label is enough to judge
     one.write_text("\n".join(x for x in lines_of() if x.split(",")[1] in ("bag", "m3")))
-    train_and_evaluate(tiny(path, predict=str(one)), run)
-    assert "1 bags judged, written to" in capsys.readouterr().out
+    train_and_evaluate(tiny(path, predict=str(one), export=True), run)
+    printed = capsys.readouterr().out
+    assert "1 bags judged, written to" in printed
+    assert "float32[instances,3]" in printed
     (row,) = records(directory / "predictions.csv")
     assert row["bag"] == "m3" and 0 < float(row["probability"]) < 1
-    train_and_evaluate(tiny(path, export=True), run)
-    assert "float32[instances,3]" in capsys.readouterr().out
     file = bytearray((directory / "model.jax_export").read_bytes())
     bag = jnp.asarray(bags.instances[bags.rows(np.asarray([3]))], jnp.float32)
     odds = jax.export.deserialize(file).call(bag)  # the mean over seeds, as above

@@ -30,6 +30,7 @@ def as_users_run_it():
             yield
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("benchmark", "sizes"), SMALL.values(), ids=SMALL)
 def test_every_comparison_measures_its_members(benchmark, sizes, monkeypatch, capsys):
     monkeypatch.setattr(timing, "peer", lambda name: None)

@@ -129,6 +129,7 @@ QUICK = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow_where(lambda separation, case: (separation, case) not in QUICK)
 @pytest.mark.parametrize(
     ("separation", "case"),

@@ -150,6 +150,7 @@ def test_the_expected_error_is_the_error_of_fresh_copies(calibrated):
     assert 0 <= model.standard_error <= 0.05 * model.expected_error + 1e-3 * SPREAD
 
 
+@pytest.mark.slow  # calibrates twice more
 def test_the_same_key_gives_the_same_numbers(calibrated):
     corrupt, model, _ = calibrated
     again = calibrate(KEY, MEMORIES, corrupt, queries=256)

@@ -148,6 +148,7 @@ def test_noise_likelihood_is_the_likelihood_of_clamped_gaussians(scale, low, hig
     assert_close(actual - actual[..., :1], expected - expected[..., :1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "corrupt", [Mask(0.4), Noise(0.4), Noise(0.4, low=None), Noise(0.0)], ids=repr
 )

@@ -126,6 +126,7 @@ def test_tiny_imagenet_is_read_from_its_folder(tmp_path):
         data.images("tiny_imagenet", split="test", directory=tmp_path)
 
 
+@pytest.mark.slow  # the other sets are prepared by the same code
 def test_twenty_classes_of_tiny_imagenet_are_prepared(tmp_path):
     path = SHARED / "tiny_imagenet_20.npz"
     script = ROOT / "scripts" / "prepare_data.py"

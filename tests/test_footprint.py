@@ -126,6 +126,7 @@ def test_footprints_of_features():
         uhop.fit_footprint(key, memories, partly, kernel=kernel)
 
 
+@pytest.mark.slow  # the learned rivals are tested one by one
 def test_rivals_may_compare_patterns_of_unit_norm():
     """Copies at a tenth of their strength: raw distances do not tell memories apart."""
     memories = jnp.asarray(data.load("digits", limit=30).values, jnp.float32)

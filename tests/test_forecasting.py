@@ -135,12 +135,6 @@ def test_a_run_from_end_to_end(path, tmp_path, capsys, monkeypatch, untyped):
     np.testing.assert_allclose(given, expected, rtol=1e-5)
     assert 30 < given[0][0] < 70
 
-    # Deleted files are written again.
-    text = (run / "predictions.csv").read_bytes()
-    (run / "predictions.csv").unlink()
-    train_and_evaluate(tiny(path), run)
-    assert (run / "predictions.csv").read_bytes() == text
-
     # The same as a function of windows, in the units of the file.
     train_and_evaluate(tiny(path, export=True), run)
     model = jax.export.deserialize(bytearray((run / "model.jax_export").read_bytes()))

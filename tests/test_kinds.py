@@ -63,6 +63,7 @@ def test_folded_noise_is_never_negative_and_its_likelihood_is_bayes():
         assert_close(row - row[0], np.asarray(expected) - expected[0])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("scale", [0.0, 1e-200, 1e-25])
 def test_noise_of_scale_zero_identifies_the_memory(scale, dtype):

@@ -117,7 +117,7 @@ def test_softmax_equals_attention(bias):
     assert_close(hopfield(STATE, MEMORIES, association_mask=mask), expected)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("separation", ["softmax", "softmax1", "entmax", "polynomial"])
 def test_values_of_few_states_are_means_of_values(separation, dropout):
@@ -144,6 +144,7 @@ def test_values_of_few_states_are_means_of_values(separation, dropout):
         assert_close(one, other, scale=10)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "separation, dropout",
     [("softmax", 0.5), ("entmax", 0.0), ("topk", 0.0), ("softmax1", 0.5)],
@@ -316,6 +317,7 @@ def test_decoding_with_a_cache():
     assert_close(jnp.concatenate(parts, axis=1), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("separation", "options"),
     [
@@ -437,6 +439,7 @@ def test_all_products_of_an_association_are_at_full_precision(options):
     assert products == program.count("precision=(Precision.HIGHEST") > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("separation", ["softmax", "softmax1"])
 def test_a_ridge_of_keys_far_from_zero(separation):
     """Covariances do not cancel, and queries of no memory retrieve zero."""
@@ -591,6 +594,7 @@ def test_alpha_and_beta_are_learned(shape):
 # Masks (UC-24, UC-25) -----------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("separation, steps", [("softmax", 1), ("sparsemax", 64)])
 def test_an_empty_bag_leaves_the_others_alone(separation, steps):
     model = layer(

@@ -107,6 +107,7 @@ def test_fixed_points_energies_and_trajectories(model):
     assert_close(slope, QUERY - uhop.retrieve(model, MEMORIES, QUERY).state)
 
 
+@pytest.mark.few(2)
 @every_model
 def test_streaming_from_an_array_a_file_and_an_iterator(model, tmp_path):
     np.save(tmp_path / "m.npy", MEMORIES)

@@ -124,6 +124,7 @@ def test_changes_reach_a_config():
     assert config.data.name == "digits" and config.is_locked
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("script", PROJECT["project"]["scripts"].values())
 def test_commands_find_their_configs_from_anywhere(tmp_path, script):
     module, name = script.split(":")

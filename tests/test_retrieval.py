@@ -487,6 +487,7 @@ CONVERGING = [
 ]
 
 
+@pytest.mark.few(3)
 @one_distance
 @pytest.mark.parametrize(("similarity", "separation"), CONVERGING, ids=label)
 def test_implicit_gradient_equals_the_unrolled_one(similarity, separation):
@@ -570,7 +571,7 @@ def test_trajectory_equals_retrieve(similarity):
     assert_close(energies[:, 0], first)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each(
     "similarity",
     [
@@ -637,6 +638,7 @@ ENERGETIC = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("similarity", "separation"), ENERGETIC, ids=label)
 def test_an_update_never_raises_the_energy(similarity, separation):
     rng = np.random.default_rng(0)
@@ -655,6 +657,7 @@ def test_an_update_never_raises_the_energy(similarity, separation):
     assert (after < before).mean() > 0.1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
 @each("similarity", [Dot(), Dot(SQUARE), NegativeSquaredL2()])
 def test_fixed_points_are_stationary_points_of_the_energy(similarity, alpha):

@@ -268,6 +268,7 @@ def derivatives_of_totals(function, cases):
     return jax.jit(first), [jax.jit(second) for second in seconds]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("cases", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0])
 def test_second_derivatives(alpha, cases):

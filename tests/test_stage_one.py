@@ -230,6 +230,7 @@ FAR = {
 }
 
 
+@pytest.mark.few(2)
 @of_distances
 @pytest.mark.parametrize("far", FAR.values(), ids=FAR)
 def test_distances_of_far_features_do_not_cancel(far, kind):
@@ -272,6 +273,7 @@ def test_bound_of_the_loss_is_attained(kind, features):
         assert_close(bound, -4.0)
 
 
+@pytest.mark.few(5)
 @every_variant
 def test_no_loss_is_below_its_bound(loss):
     """Also where gradient descent has separated as far as it can."""
@@ -663,6 +665,7 @@ def probabilities(counts):
     return (counts + m * p) / (total + m)[:, None]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scale", [0.0, 0.3])
 def test_likelihood_table_is_of_counts(scale):
     def corruption(key, x):  # rounded, so that compilation cannot change a bin
@@ -723,7 +726,7 @@ def test_bins_have_equal_mass_except_for_repeated_values():
     assert np.diff(kernel.edges).max() < 1 / 14
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("corrupt", "rank", "most"),
     [
@@ -837,6 +840,7 @@ def test_likelihood_of_nothing_observed_prefers_no_memory():
 # U-Hop+.
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("M", "features", "least", "most"),
     [

@@ -76,7 +76,7 @@ def sources(x, path):
     yield lambda: iter(np.split(x, cuts))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("separation", "similarity"), CASES, ids=label)
 def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
     beta = jnp.asarray([0.3, 1.0, 2.0, 6.0])
@@ -202,6 +202,7 @@ def test_any_block(block, on_host):
     assert_close(streamed.state, direct.state)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("separation", "similarity"),
     [
@@ -267,6 +268,7 @@ def test_half_precision_sums_in_float32():
         assert_close(streamed.state, np.ones(2))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("separation", SEPARATIONS[:5], ids=label)
 def test_no_array_has_the_size_of_all_overlaps(separation):
     def run(memories, query):
@@ -281,6 +283,7 @@ def test_no_array_has_the_size_of_all_overlaps(separation):
     assert held < 20_001 * 32 * 4 / 2
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("separation", "on_host"),
     [

@@ -118,6 +118,7 @@ def case_names():
     return importlib.import_module("torch_numbers").CASES
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", MODULES)
 def test_outputs_are_the_outputs_of_pytorch(name):
     state, inputs, mask, expected = case(name)

@@ -423,6 +423,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(finished, tmp_path):
     assert mine.read_text() == "no JSON"
 
 
+@pytest.mark.slow  # three runs, each to its first write error
 def test_a_full_disk_is_one_sentence(tmp_path):
     """A limit on file sizes stops tables, checkpoints and pictures."""
     program = f"""

@@ -494,6 +494,7 @@ def test_a_partial_last_batch_counts_only_its_examples():
     assert float(after.sums["loss"][0]) == pytest.approx(total, rel=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:a patch of")
 @pytest.mark.parametrize("reference", [False, True])
 def test_one_patch_is_an_mlp_with_one_hidden_layer(reference):
