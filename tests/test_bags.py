@@ -159,6 +159,7 @@ WRONG_FILES = {
         "bag,label,a\nm0,1,3\nm1,0,x",
         r"line 3, column 3 \('a'\): 'x' is no finite number",
     ),
+    "underscore": ("1,m0,3\n0,m1,1_0", "column 3: '1_0' is no finite number"),
     "nan": ("1,m0,3\n0,m1,nan", "line 2, column 3: 'nan' is no finite number"),
     "infinite": ("1,m0,3\n0,m1,inf", "line 2, column 3: 'inf' is no finite number"),
     "missing": ("1,m0,3,4\n0,m1,,4", "line 2, column 3: '' is missing"),

@@ -447,6 +447,8 @@ def test_what_blocks_cannot_do_is_refused(untyped):
     split = layer("softmax", None, axis_name="bag")
     with pytest.raises(ValueError, match="associate needs no axis_name, got 'bag'"):
         split.associate(STATE, BATCH)
+    with pytest.raises(ValueError, match="axis of jax.shard_map around .*, got 'bag'"):
+        split(STATE, BATCH)
     attention = Association("softmax", block=8)
     heads = draw(B, S, H, 4)
     with pytest.raises(ValueError, match="block makes no weights for dropout"):

@@ -137,6 +137,14 @@ def test_outputs_are_the_outputs_of_pytorch(name):
         assert abs(np.asarray(other).reshape(expected.shape) - expected).max() > 0.1
 
 
+def test_weights_in_bfloat16():
+    state = {name: jnp.asarray(x) for name, x in case("pooling")[0].items()}
+    half = {name: x.astype(jnp.bfloat16) for name, x in state.items()}
+    rounded = {name: x.astype(jnp.float32) for name, x in half.items()}
+    one, other = (from_torch(MODULES["pooling"]()[0], x) for x in (half, rounded))
+    np.testing.assert_array_equal(one.state[...], other.state[...])
+
+
 def test_weights_without_batch_first():
     state, inputs, mask, expected = case("pooling")
     weights = state["pooling_weights"]

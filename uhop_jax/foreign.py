@@ -7,6 +7,8 @@ likelihood table makes of stored patterns join them, each with and without its m
 Which queries are own, and how many, is learned in turn, by expectation maximisation.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,8 @@ NEWTON, STEPS = 5, 50  # of the regression in a round; for the share of foreign 
 LONGEST = 2.0  # change of a log-ratio in a step, beyond which steps diverge
 PENALTY = 1e-2  # on squared weights of standardised features
 FARTHEST = 10.0  # standard deviations at which features are clipped
+
+product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 @jax.jit
@@ -65,7 +69,7 @@ def foreign_probability(
         foreign, share, weights = carry
         counts = jnp.concatenate([1 - foreign, 1 - foreign, of_table])
         weights = _logistic(design, is_own, counts, weights)
-        log_ratio = design[:Q] @ weights  # of own to foreign densities
+        log_ratio = product(design[:Q], weights)  # of own to foreign densities
 
         def posterior(share: Array) -> Array:
             return jax.nn.sigmoid(jnp.log(share) - jnp.log1p(-share) - log_ratio)
@@ -119,11 +123,11 @@ def _logistic(x: Array, labels: Array, counts: Array, weights: Array) -> Array:
     penalty = jnp.full_like(weights, PENALTY)
 
     def step(_, weights: Array) -> Array:
-        p = jax.nn.sigmoid(x @ weights)
-        gradient = x.T @ (counts * (p - labels)) + penalty * weights
+        p = jax.nn.sigmoid(product(x, weights))
+        gradient = product(x.T, counts * (p - labels)) + penalty * weights
         rows = (counts * p * (1 - p))[:, None] * x
-        change = jnp.linalg.solve(x.T @ rows + jnp.diag(penalty), gradient)
-        longest = jnp.abs(x @ change).max()
+        change = jnp.linalg.solve(product(x.T, rows) + jnp.diag(penalty), gradient)
+        longest = jnp.abs(product(x, change)).max()
         return weights - change * jnp.minimum(1.0, LONGEST / longest)
 
     return lax.fori_loop(0, NEWTON, step, weights)

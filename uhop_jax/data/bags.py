@@ -286,13 +286,10 @@ def _numbers(
     """The cells from column `start` on as finite numbers."""
 
     def read(line: int, cells: list[str]) -> Any:
-        try:
-            values = [float(cell) for cell in cells[start:]]
-            if np.isfinite(values).all():
-                return values
-        except ValueError:
-            pass
-        wrong = [not is_number(x) or not np.isfinite(float(x)) for x in cells[start:]]
+        own = cells[start:]
+        if all(map(is_number, own)) and np.isfinite(values := [*map(float, own)]).all():
+            return values
+        wrong = [not is_number(x) or not np.isfinite(float(x)) for x in own]
         at = start + wrong.index(True)
         what = f" ({names[at]!r})" if names else ""
         why = "is no finite number" if cells[at] else "is missing"

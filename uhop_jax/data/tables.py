@@ -203,9 +203,9 @@ def _read(cells: pd.Series, decimal: str) -> pd.Series:
 
 
 def is_number(cell: str) -> bool:
-    """Whether Python reads the cell as a number, NaN and infinity too."""
+    """Whether the cell is a number, NaN and infinity too; `1_0` is none."""
     try:
         float(cell)
     except ValueError:
         return False
-    return True
+    return "_" not in cell

@@ -167,8 +167,6 @@ def _limit(corruption: Any, queries: Queries) -> Scores | None:
     """Scores of the posterior mean, where the likelihood is known in closed form."""
     if not hasattr(corruption, "log_likelihood"):
         return None
-    if getattr(corruption, "kind", "pixel") != "pixel":
-        return None
     return evaluation.scores_of_weights(
         evaluation.posterior_weights(corruption, queries), queries.memories
     )

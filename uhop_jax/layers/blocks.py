@@ -87,6 +87,8 @@ def associate_blocks(
                 f"{name} needs a separation with one threshold, such as Softmax or "
                 f"Entmax, got {separation!r}"
             )
+    if axis is not None:
+        _check_axis(axis)
     B, L, heads, d = query.shape
     working = working_dtype(query)
 
@@ -119,6 +121,17 @@ def associate_blocks(
         valid = (lengths >= 0).all() & ((ends >= 0) & (ends <= stored.length)).all()
         out = jnp.where(valid, out, jnp.nan)
     return jnp.swapaxes(out.reshape(B, heads, L, -1), 1, 2)
+
+
+def _check_axis(axis: str) -> None:
+    """Refuses a name that no `jax.shard_map` around the call gives to an axis."""
+    try:
+        lax.axis_index(axis)
+    except NameError:
+        raise ValueError(
+            "axis_name must be a mesh axis of jax.shard_map around the call, got "
+            f"{axis!r}"
+        ) from None
 
 
 def _positions(

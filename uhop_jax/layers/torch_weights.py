@@ -116,6 +116,8 @@ def _array(name: str, x: Any) -> np.ndarray:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError):
         array = np.asarray(None)
+    if array.dtype == jnp.bfloat16:  # a dtype of JAX, of no kind that NumPy knows
+        array = array.astype(np.float32)
     if array.dtype.kind not in "fiu":
         raise ValueError(f"{name} must be an array of numbers, got {type(x).__name__}")
     return array
