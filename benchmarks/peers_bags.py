@@ -3,11 +3,13 @@
     PYTHONPATH=DIR python benchmarks/peers_bags.py --data musk1.csv.gz [...] [--out DIR]
 
 DIR holds the package `hflayers` of github.com/ml-jku/hopfield-layers, which is not on
-PyPI. A file has a bag in each run of rows: label, number of the bag, features. Both
-libraries train `HopfieldPooling` and a linear head with AdamW on each of ten folds, for
-each seed, from the weights that PyTorch has drawn. `peers_bags.csv` has, for each fold,
-the area under the ROC curve of both on the bags left out. Data sets that the csv has
-already are not trained again.
+PyPI. A file has a bag in each run of rows: label, number of the bag, features; the name
+`mnist_bags` is 200 bags of some ten digits, positive with a 9 among them, of MNIST as
+`train.py` prepares it (`--dir DIR`). Both libraries train
+`HopfieldPooling` and a linear head with AdamW on each of ten folds, for each seed, from
+the weights that PyTorch has drawn. `peers_bags.csv` has, for each fold, the area under
+the ROC curve of both on the bags left out. Data sets that the csv has already are not
+trained again.
 
 Where keys and values are equal, bit for bit, hopfield-layers projects the values from
 the keys: in the first step the norm of values has no gradient, and the norm of memories
@@ -33,6 +35,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import StratifiedKFold
 from timing import compare, environment, peer
 
+from uhop_jax import data
 from uhop_jax.layers import Hopfield, HopfieldPooling, from_torch
 
 HEADS, HEAD_SIZE = 8, 32
@@ -55,8 +58,15 @@ class Bags(NamedTuple):
     labels: np.ndarray
 
 
-def read(path: Path) -> Bags:
-    """The bags of a file."""
+def read(path: Path, directory: Path | None) -> Bags:
+    """The bags of a file, or bags of digits."""
+    if str(path) == "mnist_bags":
+        images = data.images("mnist", directory=directory)
+        bags = data.image_bags(images, 200, mean=10.0, target=9, seed=0, name="")
+        mask = np.arange(bags.sizes.max()) < bags.sizes[:, None]
+        features = np.zeros((*mask.shape, bags.instances.shape[1]), np.float32)
+        features[mask] = bags.instances
+        return Bags(features, mask, bags.labels.astype(np.float32))
     table = pd.read_csv(path, header=None).to_numpy()
     numbers, first, counts = np.unique(
         table[:, 1], return_index=True, return_counts=True
@@ -214,22 +224,22 @@ def study(
                 graphdef, parameters = nnx.split(classifier)
                 state = nnx.to_pure_dict(parameters)
                 times = [time.perf_counter()]
-                theirs = peer_run(torch, model, scaled, order)
+                there = peer_run(torch, model, scaled, order)
                 times.append(time.perf_counter())
-                ours = jax.device_get(run(graphdef, state, scaled, order))
+                here = jax.device_get(run(graphdef, state, scaled, order))
                 times.append(time.perf_counter())
-                return theirs, ours, np.diff(times)
+                return there, here, np.diff(times)
 
             row = {"data": name, "seed": seed, "fold": fold, "bags": len(bags.labels)}
-            theirs, ours, spent = both(apart=False)
+            there, here, spent = both(apart=False)
             seconds += spent
-            for library, (_, logits) in zip(LIBRARIES, (theirs, ours), strict=True):
+            for library, (_, logits) in zip(LIBRARIES, (there, here), strict=True):
                 score = roc_auc_score(bags.labels[test], logits[test])
                 row[f"auc_{library}"] = score
-            row |= {"loss": ours[0][-1], "first_apart": "", "last_apart": ""}
+            row |= {"loss": here[0][-1], "first_apart": "", "last_apart": ""}
             if fold == 0:
-                theirs, ours, _ = both(apart=True)
-                distance = abs(theirs[0] - ours[0])
+                there, here, _ = both(apart=True)
+                distance = abs(there[0] - here[0])
                 row |= {"first_apart": distance[0], "last_apart": distance[-1]}
             rows.append(row)
         print(
@@ -269,7 +279,7 @@ def pooling(
 
 
 def _step(bags: Bags) -> Any:
-    """Loss, gradients and update of our classifier, as one compiled call."""
+    """Loss, gradients and update of the classifier, as one compiled call."""
     graphdef, state = nnx.split(Classifier(bags.features.shape[-1], nnx.Rngs(0)))
     state, given = nnx.to_pure_dict(state), jax.device_put(bags)
     moments = optimizer().init(state)
@@ -324,6 +334,7 @@ def main() -> None:
     """Times a step, trains what is missing, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, nargs="*", default=[])
+    parser.add_argument("--dir", type=Path, help="of prepared data, for mnist_bags")
     parser.add_argument("--out", type=Path, default=Path("results/peers_bags"))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seeds", type=int, default=5)
@@ -346,7 +357,8 @@ def main() -> None:
     for file in options.data:
         name = file.name.split(".")[0]
         if not any(name in set(table.data) for table in tables):
-            rows = study(torch, name, read(file), options.seeds, options.epochs)
+            bags = read(file, options.dir)
+            rows = study(torch, name, bags, options.seeds, options.epochs)
             tables.append(pd.DataFrame(rows))
             partial = path.with_suffix(".partial")
             pd.concat(tables).to_csv(partial, index=False)
