@@ -5,11 +5,10 @@
 DIR holds the package `hflayers` of github.com/ml-jku/hopfield-layers, which is not on
 PyPI. A file has a bag in each run of rows: label, number of the bag, features; the name
 `mnist_bags` is 200 bags of some ten digits, positive with a 9 among them, of MNIST as
-`train.py` prepares it (`--dir DIR`). Both libraries train
-`HopfieldPooling` and a linear head with AdamW on each of ten folds, for each seed, from
-the weights that PyTorch has drawn. `peers_bags.csv` has, for each fold, the area under
-the ROC curve of both on the bags left out. Data sets that the csv has already are not
-trained again.
+`train.py` prepares it (`--dir DIR`). Both libraries train `HopfieldPooling` and a
+linear head with AdamW on each of ten folds, for each seed, from the weights that
+PyTorch has drawn. `peers_bags.csv` has, for each fold, the area under the ROC curve of
+both on the bags left out. Data sets that the csv has already are not trained again.
 
 Where keys and values are equal, bit for bit, hopfield-layers projects the values from
 the keys: in the first step the norm of values has no gradient, and the norm of memories
