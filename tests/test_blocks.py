@@ -249,7 +249,8 @@ def test_memories_that_nobody_sees_may_be_made_of_nan(mask):
 
     indexed = lambda weights: IndexedMemories(poles, 5, (weights,))  # noqa: E731
     one, other = (
-        jax.value_and_grad(recalled)(weights, made) for made in (stored, indexed)
+        jax.jit(jax.value_and_grad(recalled), static_argnums=1)(weights, made)
+        for made in (stored, indexed)
     )
     assert_alike(one, other)
     lengths = jnp.asarray([1, 1, 1, 2], jnp.int32)
@@ -314,9 +315,9 @@ def test_ties_of_blocks():
 def test_transformations_of_jax():
     """Blocks work under vmap and remat, in an attention of Flax, and derive once."""
     whole, blocked = (layer("sparsemax", block) for block in (None, BLOCK))
-    expected = whole(STATE, BATCH)
+    expected = nnx.jit(lambda m: m(STATE, BATCH))(whole)
     mapped = nnx.vmap(lambda *x: blocked(*x), in_axes=0)
-    assert_close(mapped(STATE, BATCH), expected)
+    assert_close(nnx.jit(lambda *x: mapped(*x))(STATE, BATCH), expected)
     loss = lambda m, x: (m(x, BATCH) ** 2).sum()  # noqa: E731
     again = nnx.remat(loss)
     one, other = (

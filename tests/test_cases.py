@@ -115,6 +115,7 @@ def test_uc02_partly_masked_row(sep, expected, dtype):
     assert gradient[0] != 0
 
 
+@pytest.mark.few(5)
 @every_separation
 def test_uc03_huge_logits(sep):
     z = jnp.asarray([1.36762051e8, 1.59594639e8], jnp.float32)
@@ -142,6 +143,7 @@ def test_uc04_threshold_of_sparsemax(dtype):
 RELATIVE = {dtype: 8 * float(jnp.finfo(dtype).eps) for dtype in TOLERANCES}
 
 
+@pytest.mark.few(6)
 @every_dtype
 @pytest.mark.parametrize("sep", [Softmax(), Sparsemax(), Entmax(1.5)], ids=repr)
 def test_uc05_equal_values(sep, dtype):

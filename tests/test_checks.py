@@ -297,6 +297,7 @@ def test_unusual_but_valid_input_is_accepted(untyped):
     np.testing.assert_array_equal(old.weights, new.weights)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4"])
 def test_arrays_in_another_byte_order(dtype, tmp_path, untyped):
     given = (np.random.default_rng(0).normal(size=(6, 4)) * 5).astype(dtype)

@@ -8,6 +8,7 @@ import pytest
 from uhop_jax import _fast
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("k", [1, 3, 40])
 def test_kth_largest(dtype, k):

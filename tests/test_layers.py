@@ -209,6 +209,7 @@ def test_start_values_equal_the_start_values_of_attention():
     assert_close(hopfield(STATE, MEMORIES), attention(STATE, MEMORIES))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", [(L, S), (H, L, S), (B, 1, 1, S), (1, 1, L, S)])
 @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int8])
 def test_masks_of_attention(shape, dtype):
@@ -621,6 +622,7 @@ def test_an_empty_bag_leaves_the_others_alone(separation, steps):
     assert_close(result[1], jnp.broadcast_to(model.projections.out.bias[...], (L, D)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["mask", "association_mask"])
 @pytest.mark.parametrize("memories", ["batch", "shared"])
 @pytest.mark.parametrize("value_size", [None, D])
@@ -1033,13 +1035,14 @@ def test_separation_losses_of_layers_in_a_loop_or_a_map():
     for together in (Scanned(), Mapped()):
         scanned = not isinstance(together, Mapped)
         apart = Listed(together.layers, scanned)
-        result, expected = (separation_losses(m, x) for m in (together, apart))
+        losses = nnx.jit(separation_losses)
+        result, expected = (losses(m, x) for m in (together, apart))
         assert result.loss.shape == (3,)
         jax.tree.map(assert_close, result, expected)
         if scanned:
             assert_close(result.loss, [-3.67165, -3.09467, -2.41936], floor=1e-4)
         slopes = [
-            nnx.grad(lambda model: separation_losses(model, x).loss.sum())(model)
+            nnx.jit(nnx.grad(lambda m: separation_losses(m, x).loss.sum()))(model)
             for model in (together, apart)
         ]
         kernels = [
@@ -1056,17 +1059,17 @@ def test_separation_losses_of_layers_in_a_loop_or_a_map():
 
 def test_separation_losses_leave_masked_memories_out():
     model = layer(kernel=True)
-    mask = jnp.arange(S) < 4
-    result = separation_losses(model, STATE, MEMORIES, mask=mask)
-    expected = separation_losses(model, STATE, MEMORIES[:, :4])
+    mask, losses = jnp.arange(S) < 4, nnx.jit(separation_losses)
+    result = losses(model, STATE, MEMORIES, mask=mask)
+    expected = losses(model, STATE, MEMORIES[:, :4])
     assert_close(result.loss, expected.loss)
     assert_close(result.gap, expected.gap)
     pairs = jnp.broadcast_to(mask, (L, S))
-    hidden = separation_losses(model, STATE, MEMORIES, association_mask=pairs)
+    hidden = losses(model, STATE, MEMORIES, association_mask=pairs)
     assert_close(hidden.loss, expected.loss)
     bags = jnp.broadcast_to(mask, (B, S))
-    shared = separation_losses(model, STATE, MEMORIES[0], mask=bags)
-    assert_close(shared.loss, separation_losses(model, STATE, MEMORIES[0, :4]).loss)
+    shared = losses(model, STATE, MEMORIES[0], mask=bags)
+    assert_close(shared.loss, losses(model, STATE, MEMORIES[0, :4]).loss)
     with pytest.raises(ValueError, match="no Hopfield layer with a kernel"):
         separation_losses(layer(), STATE)
 

@@ -138,6 +138,7 @@ def shares_code(similarity):
 one_distance = slow_where(shares_code)
 
 
+@pytest.mark.few(6)
 @each("similarity", PLAIN)
 @each("separation", SEPARATIONS)
 @slow_where(
@@ -181,6 +182,7 @@ def test_one_and_two_updates_equal_the_naive_ones(similarity, separation, steps)
     assert_rows_equal_naive(result, memories, query, **vars(model), steps=steps)
 
 
+@pytest.mark.few(4)
 @one_distance
 @each("similarity", [*ITERABLE, Dot(LIKELIHOOD)])
 def test_all_options_at_once_equal_the_naive_loop(similarity):
@@ -227,6 +229,7 @@ STACKED = [
 ]
 
 
+@pytest.mark.few(5)
 @slow_where(
     lambda similarity, restricted: restricted and not isinstance(similarity, Dot)
 )
@@ -360,6 +363,7 @@ def test_masks_broadcast_over_memory_sets(shape, query_0_of_set_1):
     check(Model(beta=2.0), broken, query, mask=mask, values=broken)
 
 
+@pytest.mark.few(4)
 @one_distance
 @each("similarity", [*ITERABLE, Dot(LIKELIHOOD)])
 def test_masked_memories_never_show(similarity):
@@ -552,6 +556,7 @@ def test_gradient_at_a_fixed_point_needs_no_memory_per_step():
     assert unrolled[1] > 8 * unrolled[0]
 
 
+@pytest.mark.few(4)
 @each("similarity", ITERABLE)
 def test_trajectory_equals_retrieve(similarity):
     memories = jnp.asarray(unit(normal(COUNT, DIMENSION)))

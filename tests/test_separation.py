@@ -323,6 +323,7 @@ def test_a_row_depends_on_no_other_row(sep):
         assert np.abs(difference).max() <= 2 * np.finfo(np.float64).eps
 
 
+@pytest.mark.few(20)
 @slow_where(
     lambda sep, dtype: (
         dtype == jnp.bfloat16
@@ -446,6 +447,7 @@ def test_any_inverse_temperature(sep, dtype, jitted):
         assert jnp.isfinite(slope).all()
 
 
+@pytest.mark.few(6)
 @slow_where(lambda dtype: dtype == jnp.float64)  # both scale with the largest float
 @every_separation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
@@ -818,6 +820,7 @@ def test_softmax1_is_softmax_with_a_null_memory(z):
     assert_close(weights(Softmax1(), jnp.asarray(z)), with_null[:-1])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("sep", SEPARATIONS, ids=repr)
 def test_nothing_needs_jit(sep):
     z = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6)))

@@ -230,6 +230,7 @@ def test_gradient_over_the_observed(similarity):
     check_grads(f, (memories, query), 1, ("rev",))
 
 
+@pytest.mark.few(8)
 @slow_where(combines)
 @every_similarity
 def test_gradient(similarity):
@@ -258,6 +259,7 @@ def test_gradient_where_query_and_memory_coincide(similarity):
         assert jnp.isfinite(gradient).all()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("comparison", DISTANCES)
 @pytest.mark.parametrize("restricted", [False, True])
 def test_a_large_common_offset_costs_no_digits(comparison, restricted):

@@ -86,7 +86,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 def test_shapes(options):
     def forecast():
@@ -125,6 +125,7 @@ def test_first_step_fills_the_first_segment():
     np.testing.assert_array_equal(cut[0, 1, 1], x[0, 1:, 1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "segments, number, order",
     [(3, 2, [0, 1, 2, 2]), (5, 4, [0, 1, 2, 3, 4, 2, 3, 4]), (1, 4, [0, 0, 0, 0])],

@@ -240,6 +240,7 @@ def test_gradients_equal_the_gradients_of_direct_retrieval(separation, similarit
         assert_close(a, b, scale=10)
 
 
+@pytest.mark.few(4)
 @slow_where(lambda separation, dtype: dtype != jnp.float32 and separation != Softmax())
 @every_dtype
 @pytest.mark.parametrize("separation", [*SEPARATIONS[:4], *map(slow, SEPARATIONS[4:])])

@@ -274,6 +274,7 @@ def test_the_well_separation_of_the_literature_does_not_keep_the_ball():
 # -- [thm:exact], [coro:exact_coro] ----------------------------------------------------
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0, 3.0])
 @pytest.mark.parametrize("similarity", BALL_SIMILARITIES, ids=name)
 @pytest.mark.parametrize("share", [0.0, 0.3], ids=["memory", "ball"])

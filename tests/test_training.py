@@ -218,7 +218,7 @@ def squared_errors(errors, batch):
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch", [1, 2, 3, 10])
 @pytest.mark.parametrize("on_device", [True, False])
 def test_the_test_split_is_whole_for_every_batch_size(batch, on_device):  # UC-34
