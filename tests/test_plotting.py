@@ -297,6 +297,15 @@ def test_a_png_is_small_and_keeps_its_colours(tmp_path):
     for name in ((0, 0, 0), (213, 94, 0), (0, 158, 115), (0, 114, 178)):
         assert (
             min(max(abs(a - b) for a, b in zip(name, c, strict=True)) for c in colors)
-            < 4
+            < 8
         )
     assert path.stat().st_size < 60_000
+
+
+def test_long_names_of_a_single_panel_stand_below_one_another(drawn):
+    names = [f"a long name of a method, {number}" for number in range(9)]
+    figure = drawn(plotting.panels, [panel(names)])
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert box(legend).x0 >= 0 and box(legend).x1 <= figure.bbox.x1
+    assert box(legend).y0 >= 0 and box(legend).y1 <= figure.bbox.y1

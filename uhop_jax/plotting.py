@@ -1,7 +1,7 @@
 """Figures of results; nothing is computed here."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 CAPTION = 22  # letters under an image
-LETTERS = 56  # of a legend below a panel
+LETTERS = 64  # of a legend below a panel
 
 
 class Curve(NamedTuple):
@@ -135,9 +135,12 @@ def panels(
     columns = min(len(parts), columns)
     rows = -(-len(parts) // columns)
     names = list(dict.fromkeys(name for part in parts for name in part.series))
-    common = len(parts) > 1 and all(set(part.series) == set(names) for part in parts)
-    longest = max(len(part.series) for part in parts)
-    lines = -(-len(names) // (2 * columns)) if common else rows * -(-longest // 2)
+    common = all(set(part.series) == set(names) for part in parts)
+    if common:
+        lines = -(-len(names) // _side_by_side(names, columns))
+    else:
+        own = [part.series for part in parts]
+        lines = rows * max(-(-len(names) // _side_by_side(names)) for names in own)
     height = 3.3 * rows + 0.19 * lines + 0.4
     figure = figure_class(figsize=(4.7 * columns, height), layout="constrained")
     canvas(figure)
@@ -180,11 +183,10 @@ def panels(
         axis.tick_params(labelsize=FONT)
         if len(part.series) > 1 and not common:
             below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
-            legend(axis, handles, ncols=2, **below)
+            legend(axis, handles, ncols=_side_by_side(handles), **below)
         first = first or handles
     if common and len(names) > 1:
-        room = LETTERS * columns // (max(map(len, first)) + 8)  # names side by side
-        ncols = max(min(2 * columns, room), 1)
+        ncols = _side_by_side(names, columns)
         legend(figure, first, ncols=ncols, loc="outside lower center")
     # After all data is drawn: a limit set earlier would hold for later panels.
     for axis, part in zip(axes, parts, strict=False):
@@ -200,6 +202,13 @@ def panels(
         axis.set_axis_off()
     figure.suptitle(title, fontsize=FONT + 1)
     save(figure, path)
+
+
+def _side_by_side(names: Collection[str], columns: int = 1) -> int:
+    """How many names of a legend stand beside one another below some panels."""
+    room = LETTERS * columns // (max(map(len, names)) + 8)
+    lines = -(-len(names) // max(min(2 * columns, room), 1))
+    return -(-len(names) // lines)
 
 
 def forecasts(
