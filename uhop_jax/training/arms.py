@@ -1,18 +1,14 @@
 """The arms of a study: a separation, with or without U-Hop, and the controls."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
 
+from uhop_jax import records
 from uhop_jax._checks import check_choice
-from uhop_jax.layers import (
-    Association,
-    LearnedAlpha,
-    LinearFeatures,
-    ResidualFeatures,
-)
-from uhop_jax.plotting import Style
+from uhop_jax.layers import Association, LearnedAlpha, LinearFeatures, ResidualFeatures
+from uhop_jax.plotting import Panel, Style
 from uhop_jax.separation import Entmax, Separation, separation_from_name
 
 RETRIEVAL = ("beta", "steps", "dropout")  # keys of the association in configs
@@ -84,13 +80,13 @@ def _arms() -> dict[str, Arm]:
 ARMS: Mapping[str, Arm] = _arms()
 
 
-def check_own_arms(names: Iterable[str]) -> None:
-    """Refuses arms of the authors' image code, in tasks other than images."""
+def check_own_arms(names: Iterable[str], what: str = "this task") -> None:
+    """Refuses arms of the authors' image code, for `what` is no task of images."""
     for name in names:
         if arm_of(name).reference:
             raise ValueError(
                 f"arm {name!r} is of the authors' image code; they have released none "
-                "for this task"
+                f"for {what}"
             )
 
 
@@ -121,6 +117,31 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
         shade, more = (1.0, 0) if label == arm else (0.6, 5)
         looks[label] = Style(colors[number % len(colors)], number + more, shade)
     return looks
+
+
+def of_task(
+    histories: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
+) -> list[dict[str, Any]]:
+    """Records of the task among the records of several runs, each with its `arm`."""
+    return [
+        dict(row, arm=arm)
+        for arm, history in histories
+        for row in history
+        if row["phase"] == "task"
+    ]
+
+
+def panel(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    *labels: str,
+    **options: Any,
+) -> Panel:
+    """A panel of `y` against `x`, with a curve for each arm; see `plotting.Panel`."""
+    curves = records.curves(rows, x, y, "arm")
+    return Panel(title, curves, *labels, styles=styles(curves), **options)
 
 
 def features_of(arm: Arm, size: int, **options: Any) -> nnx.Module:

@@ -28,7 +28,7 @@ def separation_step(
       options: of Stage I.
       state: of one seed.
       inputs: arguments of the model.
-      states: whether states are separated from memories too.
+      states: as in `separation_losses`.
       through: whether all parameters move, not only kernels.
       key: with which a contrastive loss draws its views.
     """
@@ -39,12 +39,7 @@ def separation_step(
         kernels, rest = learned if through else (learned, state.rest)
         model = nnx.merge(graphdef, kernels, rest)
         losses = separation_losses(
-            model,
-            *inputs,
-            loss=options.loss,
-            states=states,
-            through=through,
-            **drawn,
+            model, *inputs, loss=options.loss, states=states, through=through, **drawn
         )
         return losses.loss.mean(), losses.gap.mean()
 

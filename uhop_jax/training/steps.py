@@ -124,10 +124,7 @@ class Trainer:
         """A batch, spread over the devices."""
         spread = NamedSharding(self.mesh, PartitionSpec("batch"))
         index = lax.with_sharding_constraint(index, spread)
-        batch = take(arrays, index)
-        return jax.tree.map(
-            lambda x: lax.with_sharding_constraint(x, spread), dict(batch)
-        )
+        return lax.with_sharding_constraint(dict(take(arrays, index)), spread)
 
     # Functions of a run
 
@@ -356,10 +353,12 @@ class Trainer:
         counts = self._counts(number)
         examples = counts.sum()
 
+        def parts(learned: Any) -> tuple[Any, Any]:
+            """Kernels and all further parameters, from those that the task moves."""
+            return learned if self._task_moves_kernels else (state.kernels, learned)
+
         def loss(learned: Any) -> tuple[Array, dict[str, Array]]:
-            kernels, rest = (
-                learned if self._task_moves_kernels else (state.kernels, learned)
-            )
+            kernels, rest = parts(learned)
             model = nnx.merge(self.graphdef, kernels, rest)
             metrics = self.task.score(model, batch, keys[1])
             return (counts * metrics["loss"]).sum() / examples, metrics
@@ -370,9 +369,7 @@ class Trainer:
         gradients, metrics = jax.grad(loss, has_aux=True)(learned)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, learned)
         learned = optax.apply_updates(learned, updates)
-        kernels, rest = (
-            learned if self._task_moves_kernels else (state.kernels, learned)
-        )
+        kernels, rest = parts(learned)
         sums = dict(state.sums)
         for name in self.metrics:
             sums[name] += (counts * metrics[name]).sum(dtype=jnp.float32)
