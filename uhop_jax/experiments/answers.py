@@ -144,12 +144,7 @@ def answer(
     converged = None
     if model.has_energy:
         end = converge(
-            model,
-            patterns,
-            query,
-            observed=observed,
-            mask=mask,
-            max_steps=MAX_UPDATES,
+            model, patterns, query, observed=observed, mask=mask, max_steps=MAX_UPDATES
         )
         converged = end.converged & (end.weights.argmax(-1) == index[:, 0])
     foreign, calibration = None, memory.calibration
@@ -195,13 +190,7 @@ def answer_in_blocks(
             yield with_squares(rows, center)
 
     result = retrieve_streamed(
-        model,
-        patterns,
-        query,
-        values=values,
-        observed=observed,
-        top=2,
-        block=block,
+        model, patterns, query, values=values, observed=observed, top=2, block=block
     )
     normalized = model.separation.normalized
     state, variance = mean_and_variance(result.state, center, normalized=normalized)

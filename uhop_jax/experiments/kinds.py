@@ -11,7 +11,9 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 from uhop_jax._checks import check_choice
 from uhop_jax._pytree import Pytree
 from uhop_jax.corruption import Corruption, Mask, Noise, NormNoise, scale_of
-from uhop_jax.transformations import Shifts, blurred
+from uhop_jax.transformations import Shape, Shifts, blurred
+
+Patterns = Float[Array, "*batch d"]
 
 _DISTANCE = 2  # pixels that `shift_noise` moves
 
@@ -33,9 +35,7 @@ class Dropout(Pytree):
 
     fraction: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return Mask(self.fraction)(key, patterns) / (1 - self.fraction)
 
 
@@ -50,9 +50,7 @@ class FoldedNoise(Pytree):
 
     scale: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return _folded(Noise(self.scale, low=None, high=None)(key, patterns))
 
     def log_likelihood(
@@ -92,9 +90,7 @@ class FoldedNormNoise(Pytree):
 
     scale: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return _folded(NormNoise(self.scale, low=None, high=None)(key, patterns))
 
 
@@ -111,9 +107,7 @@ class SaltAndPepper(Pytree):
 
     fraction: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         which, values = jax.random.split(key)
         hit = jax.random.bernoulli(which, self.fraction, patterns.shape)
         ends = jax.random.bernoulli(values, 0.5, patterns.shape)
@@ -129,9 +123,7 @@ class Inverted(Pytree):
 
     scale: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return Noise(self.scale, low=0.0, high=1.0)(key, 1 - patterns)
 
 
@@ -144,9 +136,7 @@ class Darkened(Pytree):
 
     scale: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return Noise(self.scale, low=0.0, high=1.0)(key, 0.6 * patterns**3)
 
 
@@ -159,11 +149,9 @@ class HiddenSquare(Pytree):
     """
 
     fraction: ArrayLike
-    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         height, width, _ = self.shape
         images = patterns.reshape(-1, *self.shape)
         area = jnp.asarray(self.fraction) * (height * width)
@@ -188,11 +176,9 @@ class Blur(Pytree):
     """
 
     width: ArrayLike
-    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         del key
         return blurred(patterns, self.width, self.shape)
 
@@ -206,11 +192,9 @@ class Shift(Pytree):
     """
 
     distance: int = dataclasses.field(metadata={"static": True})
-    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         n, moves = self.distance, Shifts(self.distance, self.shape)
         # Places of the four directions among all shifts up to `n` pixels each way.
         side = 2 * n + 1
@@ -230,11 +214,9 @@ class ShiftedNoise(Pytree):
     """
 
     scale: ArrayLike
-    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         way, noise = jax.random.split(key)
         moved = Shift(_DISTANCE, self.shape)(way, patterns)
         return Noise(self.scale, low=0.0, high=1.0)(noise, moved)
@@ -254,8 +236,8 @@ class KnownMasks(Pytree):
     corruption: Any = None
 
     def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> tuple[Float[Array, "*batch d"], Bool[Array, "*batch d"]]:
+        self, key: PRNGKeyArray, patterns: Patterns
+    ) -> tuple[Patterns, Bool[Array, "*batch d"]]:
         key, other = jax.random.split(key)
         which = jax.random.randint(key, patterns.shape[:-1], 0, len(self.masks))
         known = self.masks[which]

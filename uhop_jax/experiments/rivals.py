@@ -41,17 +41,6 @@ WIDTHS = (3e-4, 30.0, 18)  # of regression, as `sharpness` in `beta_grid`
 class UnitNorm(Kernel):
     """The feature map `u / |u|`, of patterns whose components are all observed."""
 
-    @property
-    def dimension(self) -> None:
-        return None
-
-    @property
-    def set_axes(self) -> int:
-        return 0
-
-    def memory_features(self, memories, observed=None):
-        return self.query_features(memories, observed)
-
     def query_features(self, query, observed=None):
         assert observed is None
         return Cosine().state(query)
