@@ -34,6 +34,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._pytree import Pytree
+from uhop_jax.candidates import PLAIN
 from uhop_jax.foreign import foreign_probability
 from uhop_jax.kernels import Centering, check_numbers
 from uhop_jax.likelihood import probabilities
@@ -42,9 +43,6 @@ from uhop_jax.posterior import mean_and_variance, with_squares
 from uhop_jax.similarity import (
     Cosine,
     Dot,
-    NegativeL1,
-    NegativeL2,
-    NegativeSquaredL2,
     Similarity,
     check_observed,
     check_patterns,
@@ -248,20 +246,12 @@ def fixed_similarities(
         centring.
       observed: true for the known components of the queries.
     """
-    plain: dict[str, Similarity] = {
-        "cosine": Cosine(),
-        "dot": Dot(),
-        "squared l2": NegativeSquaredL2(),
-        "l2": NegativeL2(),
-        "l1": NegativeL1(),
-    }
     if observed is not None:
-        return plain
+        return dict(PLAIN)
     center = memories.mean(0)
-    two_sided = Cosine(Centering(center, queries.mean(0)))
-    return plain | {
+    return PLAIN | {
         "centred cosine": Cosine(Centering(center)),
-        "two-sided centred cosine": two_sided,
+        "two-sided centred cosine": Cosine(Centering(center, queries.mean(0))),
     }
 
 

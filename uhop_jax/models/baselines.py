@@ -14,7 +14,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from uhop_jax._checks import check_count
 from uhop_jax.data import Windows
 
-Forecast = Callable[[Float[np.ndarray, "B L D"]], Float[np.ndarray, "B H D"]]
+Inputs = Float[np.ndarray, "B L D"]
+Ahead = Float[np.ndarray, "B H D"]
+Forecast = Callable[[Inputs], Ahead]
 
 RIDGE = 1e-3
 
@@ -29,9 +31,7 @@ class LastValue:
 
     out_len: int
 
-    def __call__(
-        self, inputs: Float[np.ndarray, "B L D"]
-    ) -> Float[np.ndarray, "B H D"]:
+    def __call__(self, inputs: Inputs) -> Ahead:
         return np.repeat(inputs[:, -1:], self.out_len, axis=1)
 
 
@@ -45,9 +45,7 @@ class WindowMean:
 
     out_len: int
 
-    def __call__(
-        self, inputs: Float[np.ndarray, "B L D"]
-    ) -> Float[np.ndarray, "B H D"]:
+    def __call__(self, inputs: Inputs) -> Ahead:
         return np.repeat(inputs.mean(1, keepdims=True), self.out_len, axis=1)
 
 
@@ -64,9 +62,7 @@ class Seasonal:
     out_len: int
     period: int
 
-    def __call__(
-        self, inputs: Float[np.ndarray, "B L D"]
-    ) -> Float[np.ndarray, "B H D"]:
+    def __call__(self, inputs: Inputs) -> Ahead:
         check_count("period", self.period, 1, inputs.shape[1])
         index = np.arange(self.out_len) % self.period - self.period
         return inputs[:, index]
@@ -82,9 +78,7 @@ class Linear:
 
     weights: Float[np.ndarray, "L H"]
 
-    def __call__(
-        self, inputs: Float[np.ndarray, "B L D"]
-    ) -> Float[np.ndarray, "B H D"]:
+    def __call__(self, inputs: Inputs) -> Ahead:
         last = inputs[:, -1:]
         size, in_len, columns = inputs.shape
         rows = np.swapaxes(inputs - last, 1, 2).reshape(-1, in_len)  # one product
