@@ -207,10 +207,7 @@ def _over_sets(problem: Problem, function: Callable[[Row], Any]) -> Any:
 
 
 def _over_axis(
-    problem: Problem,
-    sets: bool,
-    function: Callable[[Problem], Any],
-    sequential: bool,
+    problem: Problem, sets: bool, function: Callable[[Problem], Any], sequential: bool
 ) -> Any:
     """Maps `function` over the first axis of the query.
 

@@ -365,12 +365,7 @@ def _converge(problem: Problem, max_steps: int, tolerance: ArrayLike) -> Converg
         pattern, weights = row.read_out(y)
         features = row.update(y)
         return Convergence(
-            pattern,
-            weights,
-            features,
-            row.energy(features),
-            steps + 1,
-            converged,
+            pattern, weights, features, row.energy(features), steps + 1, converged
         )
 
     return over_rows(problem, run)

@@ -369,16 +369,9 @@ class Layer(nnx.Module):
         key: Array | None,
         energies: bool,
     ) -> Recall:
-        """The recall of a call.
+        """The recall, from features of states and memories; see `_mapped` for `read`.
 
-        Args:
-          state: features of the states.
-          mapped: features of the memories.
-          memories: the memories themselves.
-          read: the rows that are read out, in place of the memories.
-          inputs: the arguments of the call.
-          key: for dropout, or None.
-          energies: whether the result has energies.
+        The key is for dropout; `inputs` are the arguments of the call.
         """
         raise NotImplementedError
 

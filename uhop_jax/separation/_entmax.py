@@ -11,13 +11,7 @@ from jaxtyping import Array
 
 from uhop_jax._checks import surely_less
 from uhop_jax._pytree import varying_alike
-from uhop_jax.separation._root import (
-    Power,
-    exp_and_slope,
-    root,
-    run_time_power,
-    switch,
-)
+from uhop_jax.separation._root import Power, exp_and_slope, root, run_time_power, switch
 from uhop_jax.separation._steep import steep_sums, steep_weights
 
 # Rows of at least this length: the maxima of blocks of the row first bound the root.
@@ -56,9 +50,7 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     if power is None or power is Power.GENERAL:
         steep = e > 1
         p = lax.cond(
-            jnp.any(steep),
-            lambda: jnp.where(steep, steep_weights(z, e), p),
-            lambda: p,
+            jnp.any(steep), lambda: jnp.where(steep, steep_weights(z, e), p), lambda: p
         )
     return jnp.where(jnp.isnan(e) | jnp.isnan(top), jnp.nan, p)
 

@@ -6,18 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from uhop_jax._checks import (
-    as_floating,
-    check_finite,
-    working_dtype,
-)
-from uhop_jax.kernels import (
-    Centering,
-    Identity,
-    Kernel,
-    LinearKernel,
-    LowRankKernel,
-)
+from uhop_jax._checks import as_floating, check_finite, working_dtype
+from uhop_jax.kernels import Centering, Identity, Kernel, LinearKernel, LowRankKernel
 from uhop_jax.separation import Separation, check_separation
 from uhop_jax.similarity import (
     Cosine,
