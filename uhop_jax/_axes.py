@@ -154,9 +154,11 @@ def save(figure: Any, path: Path) -> None:
         few.save(path, optimize=True)
 
 
-def _matplotlib() -> tuple[Any, Any]:
-    """Figure and canvas classes that need no display and leave pyplot alone."""
+def new_figure(width: float, height: float) -> Any:
+    """A figure, its sizes in inches, that needs no display and leaves pyplot alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    return Figure, FigureCanvasAgg
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

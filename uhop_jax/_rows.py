@@ -209,13 +209,9 @@ def _over_sets(problem: Problem, function: Callable[[Row], Any]) -> Any:
 def _over_axis(
     problem: Problem, sets: bool, function: Callable[[Problem], Any], sequential: bool
 ) -> Any:
-    """Maps `function` over the first axis of the query.
+    """Maps `function` over the first axis of the query, of memory sets too if `sets`.
 
-    Args:
-      problem: arguments whose query has at least two axes.
-      sets: whether the axis is an axis of memory sets too.
-      function: of the problem without that axis.
-      sequential: maps in small batches, in less memory than `jax.vmap`.
+    If `sequential`, it maps in small batches, in less memory than `jax.vmap`.
     """
     depth, size = problem.query.ndim - 1, problem.query.shape[0]
     leaves: list[Array] = []

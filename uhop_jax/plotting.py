@@ -1,4 +1,7 @@
-"""Figures of results; nothing is computed here."""
+"""Figures of results; nothing is computed here.
+
+Each function writes a file, whose ending gives the format; `title` is a line on top.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -11,10 +14,10 @@ from jaxtyping import Float
 from uhop_jax._axes import (
     FONT,
     Style,
-    _matplotlib,
     bars,
     from_zero,
     legend,
+    new_figure,
     save,
     write,
 )
@@ -123,15 +126,9 @@ def panels(
 ) -> None:
     """Saves panels side by side; equal labels share their range.
 
-    The names of curves stand below the axes, once if all panels have the same names.
-
-    Args:
-      path: file to write; its ending gives the format.
-      parts: the panels.
-      title: line above them.
-      columns: panels in a row, at most.
+    There are at most `columns` panels in a row. The names of curves stand below the
+    axes, once if all panels have the same names.
     """
-    figure_class, canvas = _matplotlib()
     columns = min(len(parts), columns)
     rows = -(-len(parts) // columns)
     names = list(dict.fromkeys(name for part in parts for name in part.series))
@@ -139,8 +136,7 @@ def panels(
     longest = max(len(part.series) for part in parts)
     lines = -(-len(names) // (2 * columns)) if common else rows * -(-longest // 2)
     height = 3.3 * rows + 0.19 * lines + 0.4
-    figure = figure_class(figsize=(4.7 * columns, height), layout="constrained")
-    canvas(figure)
+    figure = new_figure(4.7 * columns, height)
     share = len({part.ylabel for part in parts}) == 1
     axes = figure.subplots(rows, columns, squeeze=False, sharey=share).ravel()
     first: dict[str, Any] = {}  # curves of the first panel, by name
@@ -223,13 +219,9 @@ def forecasts(
       xlabel: steps and their unit.
       title: line above the panels.
     """
-    figure_class, canvas = _matplotlib()
     columns, steps, rows = truth.shape
     horizon = ahead.shape[1]
-    figure = figure_class(
-        figsize=(3.3 * columns + 0.4, 1.25 * rows + 1.3), layout="constrained"
-    )
-    canvas(figure)
+    figure = new_figure(3.3 * columns + 0.4, 1.25 * rows + 1.3)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey="row")
     for row, column in np.ndindex(rows, columns):
         axis = axes[row, column]
@@ -280,12 +272,8 @@ def image_grid(
       captions: words under the images of a column.
       title: line above the grid.
     """
-    figure_class, canvas = _matplotlib()
     rows = max(len(x) for x in columns.values())
-    figure = figure_class(
-        figsize=(1.15 * len(columns), 1.2 * rows + 0.8), layout="constrained"
-    )
-    canvas(figure)
+    figure = new_figure(1.15 * len(columns), 1.2 * rows + 0.8)
     axes = figure.subplots(rows, len(columns), squeeze=False)
     for j, (name, pictures) in enumerate(columns.items()):
         for i, axis in enumerate(axes[:, j]):
@@ -309,19 +297,11 @@ def _shortened(words: str) -> str:
 
 
 def landscapes(path: Path, parts: Sequence[Landscape], *, title: str = "") -> None:
-    """Saves energy landscapes side by side: darker is lower, each on its own scale.
-
-    Args:
-      path: file to write; its ending gives the format.
-      parts: the landscapes.
-      title: line above them.
-    """
+    """Saves energy landscapes side by side: darker is lower, each on its own scale."""
     from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 
-    figure_class, canvas = _matplotlib()
     greys = LinearSegmentedColormap.from_list("greys", ["0.3", "1.0"])
-    figure = figure_class(figsize=(4.6 * len(parts), 4.4), layout="constrained")
-    canvas(figure)
+    figure = new_figure(4.6 * len(parts), 4.4)
     axes = figure.subplots(1, len(parts), squeeze=False)[0]
     for axis, part in zip(axes, parts, strict=True):
         # Levels that cut the plane into parts of one size show valleys of any depth.

@@ -184,6 +184,11 @@ class ResidualFeatures(nnx.Module):
         return patterns + self.change(jax.nn.gelu(self.hidden(patterns)))
 
 
+def applied(module: Any, x: Array) -> Array:
+    """`module(x)`; `x` itself without a module."""
+    return x if module is None else module(x)
+
+
 def modules_of(module: nnx.Module) -> list[Any]:
     """The module and all modules within it."""
     return [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Module)]

@@ -9,7 +9,7 @@ from flax import nnx
 from uhop_jax._checks import check_count, check_sizes
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.base import Kernel, Layer
-from uhop_jax.layers.features import feature_size
+from uhop_jax.layers.features import applied, feature_size
 from uhop_jax.layers.inputs import Sizes
 from uhop_jax.layers.recall import map_head_axis
 
@@ -77,14 +77,12 @@ class StaticHopfield(Layer):
         return map_head_axis(recall, jnp.squeeze)
 
     def _queries(self, state, batch):
-        query = state[..., None, :]
-        query = query if self.norm_query is None else self.norm_query(query)
+        query = applied(self.norm_query, state[..., None, :])
         return jnp.broadcast_to(query, (*batch, *query.shape[-3:]))
 
     def _stored(self, mapped, memories, read):
         del memories
-        keys, read = mapped[..., None, :], read[..., None, :]
-        return keys if self.norm_key is None else self.norm_key(keys), read
+        return applied(self.norm_key, mapped[..., None, :]), read[..., None, :]
 
     def _outputs(self, heads):
         return heads.squeeze(-2)

@@ -23,11 +23,7 @@ RIDGE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class LastValue:
-    """Repeats the last value.
-
-    Attributes:
-      out_len: steps of the forecast, `H`.
-    """
+    """Repeats the last value for `out_len` steps."""
 
     out_len: int
 
@@ -37,11 +33,7 @@ class LastValue:
 
 @dataclasses.dataclass(frozen=True)
 class WindowMean:
-    """Repeats the mean of the input.
-
-    Attributes:
-      out_len: steps of the forecast, `H`.
-    """
+    """Repeats the mean of the input for `out_len` steps."""
 
     out_len: int
 

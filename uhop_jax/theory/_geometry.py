@@ -111,11 +111,7 @@ def checked_memories(
 
 
 def slope_of(similarity: Similarity) -> float:
-    """The slope of `_SLOPES`.
-
-    Raises:
-      ValueError: for other similarities.
-    """
+    """The slope of `_SLOPES`; refuses other similarities."""
     if type(similarity) not in _SLOPES:
         raise ValueError(
             f"no lead in a ball is known for {type(similarity).__name__}, only for "
@@ -125,11 +121,7 @@ def slope_of(similarity: Similarity) -> float:
 
 
 def margin_of(separation: Separation) -> ArrayLike:
-    """The lead, times `beta`, that makes the weights of a separation one-hot.
-
-    Raises:
-      ValueError: if there is no such lead, or `alpha` is not one number.
-    """
+    """The lead, times `beta`, that makes weights one-hot; refuses what has none."""
     check_separation(separation)
     if not separation.has_conjugate:
         raise ValueError(
