@@ -165,18 +165,12 @@ class ResidualFeatures(nnx.Module):
     ):
         check_count("size", size, 1)
         check_sizes(hidden_size=hidden_size)
-        check_rngs(rngs)
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
-        hidden = LinearFeatures(
-            size,
-            hidden_size or 2 * size,
-            start="random",
-            use_bias=True,
-            rngs=rngs,
-            **options,
+        options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        hidden_size = hidden_size or 2 * size
+        self.hidden = LinearFeatures(
+            size, hidden_size, start="random", use_bias=True, **options
         )
-        self.hidden = hidden
-        self.change = LinearFeatures(hidden.feature_size, size, rngs=rngs, **options)
+        self.change = LinearFeatures(hidden_size, size, **options)
         self.change.weights[...] = jnp.zeros_like(self.change.weights[...])
 
     def __call__(self, patterns: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:

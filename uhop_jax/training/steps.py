@@ -216,35 +216,16 @@ class Trainer:
         last: Array,
         offset: Array,
     ) -> TrainState:
-        """Steps `first` to `last` of an order, whose first step is number `offset`."""
+        """Steps `first` to `last` of an order, whose first step is number `offset`.
+
+        An order without the task has steps of Stage I alone.
+        """
+        one = self._step if "task" in order else self._step_of_stage_one
 
         def body(i: Array, state: TrainState) -> TrainState:
             rows = jax.tree.map(lambda x: x[:, i], order)
-            step = self._over_seeds(self._step, (0, None, 0, 0, None))
+            step = self._over_seeds(one, (0, None, 0, 0, None))
             return step(state, arrays, rows, self.keys, offset + i)
-
-        return lax.fori_loop(first, last, body, state)
-
-    @jitted(donate_argnums=0)
-    def separate(
-        self,
-        state: TrainState,
-        arrays: Any,
-        order: Array,
-        first: Array,
-        last: Array,
-        offset: Array,
-    ) -> TrainState:
-        """Steps `first` to `last` of Stage I alone, the first step number `offset`."""
-        through = self.stage_one.schedule == "reference"
-
-        def one(state: TrainState, rows: Array, key: Array, number: Array):
-            key = jax.random.fold_in(jax.random.fold_in(key, VIEWS), number)
-            return self._separation_step(state, arrays, rows, through, key)
-
-        def body(i: Array, state: TrainState) -> TrainState:
-            step = self._over_seeds(one, (0, 0, 0, None))
-            return step(state, order[:, i], self.keys, offset + i)
 
         return lax.fori_loop(first, last, body, state)
 
@@ -375,6 +356,19 @@ class Trainer:
             sums[name] += (counts * metrics[name]).sum(dtype=jnp.float32)
         sums["examples"] += examples
         return TrainState(kernels, rest, optimizer, sums)
+
+    def _step_of_stage_one(
+        self,
+        state: TrainState,
+        arrays: Any,
+        rows: dict[str, Array],
+        key: Array,
+        number: Array,
+    ) -> TrainState:
+        """A step of Stage I alone."""
+        through = self.stage_one.schedule == "reference"
+        key = jax.random.fold_in(jax.random.fold_in(key, VIEWS), number)
+        return self._separation_step(state, arrays, rows["stage"], through, key)
 
     def _counts(self, number: Array) -> Array:
         """Weights of the examples of a step: 1, or 0 for examples that fill it up."""
