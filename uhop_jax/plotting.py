@@ -85,10 +85,6 @@ def reliability_panel(title: str, curves: Mapping[str, Curve]) -> Panel:
     """A reliability diagram: how often answers are right, against their confidence.
 
     A grey line shows where both are equal. Curves differ in dashes and markers.
-
-    Args:
-      title: above the axes.
-      curves: frequency against confidence, by name.
     """
     equal = Curve([0.0, 1.0], [0.0, 1.0], [0.0, 0.0])
     looks = {name: Style(number, number) for number, name in enumerate(curves)}
@@ -210,14 +206,8 @@ def forecasts(
 ) -> None:
     """Saves forecasts with the truth: a row for each series, a column for each window.
 
-    Args:
-      path: file to write; its ending gives the format.
-      truth: true values of the steps before and during each forecast.
-      ahead: the forecasts, of the last steps of `truth`.
-      names: of the series, with their units.
-      titles: of the windows.
-      xlabel: steps and their unit.
-      title: line above the panels.
+    The truth has the steps before and during each forecast; the forecasts are of its
+    last steps. Names are those of the series, with their units; titles, of the windows.
     """
     columns, steps, rows = truth.shape
     horizon = ahead.shape[1]
@@ -266,11 +256,7 @@ def image_grid(
 ) -> None:
     """Saves images side by side: a row for each pattern, a column for each method.
 
-    Args:
-      path: file to write; its ending gives the format.
-      columns: title and images of each column, in `[0, 1]`.
-      captions: words under the images of a column.
-      title: line above the grid.
+    Columns have a title each, and images in `[0, 1]`; captions stand under the images.
     """
     rows = max(len(x) for x in columns.values())
     figure = new_figure(1.15 * len(columns), 1.2 * rows + 0.8)

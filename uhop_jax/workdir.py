@@ -46,12 +46,8 @@ def fingerprint(*parts: np.ndarray | Sequence[str]) -> dict[str, Any]:
 def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
     """Refuses a directory that is not free for a run, unless it holds this run.
 
-    A directory in which nothing was finished is free.
-
-    Args:
-      workdir: the directory, which may not exist yet.
-      config: of the run.
-      read: what the run reads, by name, as `fingerprint` gives it.
+    A directory in which nothing was finished, or that does not exist, is free. What the
+    run reads comes by name, as `fingerprint` gives it.
 
     Raises:
       ValueError: if the directory is a file, holds files and no run, or holds a run of

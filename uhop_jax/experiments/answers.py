@@ -173,12 +173,8 @@ def answer_in_blocks(
 ) -> Answers:
     """Answers as `answer` does, with one block of the patterns in memory at a time.
 
-    Args:
-      model: the calibrated model.
-      patterns: stored patterns, one per row; may lie in a file.
-      query: queries, one per row.
-      observed: true for the known components of the queries.
-      block: patterns in a block; None chooses by their dimension.
+    The patterns may lie in a file. The default size of a block follows from their
+    dimension.
     """
     size = block or max(2**20 // patterns.shape[1], 1)
     working = np.promote_types(patterns.dtype.newbyteorder("="), np.float32)

@@ -143,12 +143,11 @@ class ResidualFeatures(nnx.Module):
     layer with one has no function that a layer without one lacks. This kernel is not
     linear. At the start `W_2` is zero, and the layer equals one without a kernel.
 
+    All other arguments are those of `LinearFeatures`.
+
     Args:
       size: dimension of patterns and features.
       hidden_size: of the hidden layer; `2 * size` by default.
-      dtype: of the computation; None follows inputs and parameters.
-      param_dtype: of the parameters.
-      rngs: for the random start of `W_1`.
 
     Raises:
       ValueError: if an argument has the wrong type.

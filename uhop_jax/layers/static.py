@@ -17,16 +17,13 @@ from uhop_jax.layers.recall import map_head_axis
 class StaticHopfield(Layer):
     """One head without projections: the functional core as a layer.
 
+    All other arguments are those of `Hopfield`.
+
     Args:
       size: dimension of states and memories.
-      association: as in `Hopfield`.
       value_size: dimension of separate values; `size` by default.
       normalize: which LayerNorms there are: of `state`, `memory` and `value`, as they
         come in; and of `pattern`, states and memories after the kernel.
-      kernel: as in `Hopfield`.
-      dtype: of norms and kernel; None follows inputs and parameters.
-      param_dtype: of the parameters.
-      rngs: for the start values.
 
     Raises:
       ValueError: as `Hopfield`.

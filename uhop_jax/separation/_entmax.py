@@ -23,10 +23,8 @@ _BLOCKS = 256
 def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     """Weights of `alpha`-entmax over the last axis, in the shape and dtype of `z`.
 
-    Args:
-      z: overlaps `(..., M)`, `-inf` at masked entries.
-      alpha: at least 1; broadcasts against `z`. NaN gives NaN.
-      power: the arithmetic; None chooses it at run time by the values of `alpha`.
+    Masked overlaps are `-inf`; an `alpha` of NaN gives NaN. Without a `power` the
+    arithmetic is chosen at run time by the values of `alpha`.
     """
     z, e = varying_alike((z, (alpha - 1).astype(z.dtype)))
     if z.shape[-1] == 0:

@@ -165,11 +165,7 @@ def association_of(
 ) -> Callable[[], Association]:
     """A function that makes the association of each layer of an arm.
 
-    Args:
-      arm: names the separation.
-      alpha: of entmax, at the start if it is learned.
-      beta: inverse temperature; 0 is the default of the layer.
-      **options: further options of `Association`.
+    `alpha` is the start if it is learned; a `beta` of 0 is the default of the layer.
     """
     separation = separation_of(arm, alpha)
 

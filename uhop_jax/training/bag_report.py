@@ -19,10 +19,8 @@ INSTANCES = 100  # largest weights of a bag that are written
 def of_chosen(rows: Rows, scores: Rows) -> Rows:
     """Records of the models that validation chooses, for each arm and fold.
 
-    Args:
-      rows: records with the fields of a cell.
-      scores: records of `results.csv`; the mean of `validation_loss` over seeds
-        chooses between values of beta and dropout.
+    The mean over seeds of `validation_loss` in the scores, records of `results.csv`,
+    chooses between values of beta and dropout.
     """
     chosen = set()
     for place, group in records.grouped(scores, ("arm", "fold")).items():

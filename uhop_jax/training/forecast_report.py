@@ -117,13 +117,7 @@ def panels(
 
 
 def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
-    """Writes a forecast as a csv like the file of the series, with the next dates.
-
-    Args:
-      path: file to write.
-      series: series whose last window the forecast starts from.
-      ahead: the forecast, `(horizon, D)`, in the units of the series.
-    """
+    """Writes a forecast `(horizon, D)` as a csv, with the next dates of the series."""
     dates = series.following(len(ahead))
     rows = [
         {"date": date_text(date) + series.zone}
@@ -145,14 +139,8 @@ def draw(
     """Draws forecasts against truth, a row of panels for each series.
 
     Of many series the first are drawn, and the last, which is often the target.
-
-    Args:
-      path: file to write.
-      title: line above the panels.
-      series: the truth.
-      starts: row of the series at which each forecast begins.
-      forecasts: `(horizon, D)` each, in the units of the series.
-      window: steps that the forecasts were made from.
+    Forecasts `(horizon, D)` are in the units of the series. They begin at rows `starts`
+    and were made from `window` steps each.
     """
     horizon = len(forecasts[0])
     before, last = min(window, 2 * horizon), len(series.names) - 1

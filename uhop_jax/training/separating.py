@@ -23,14 +23,8 @@ def separation_step(
 ) -> TrainState:
     """One SGD step on the separation losses of all layers [algo:bi-level].
 
-    Args:
-      graphdef: of the model.
-      options: of Stage I.
-      state: of one seed.
-      inputs: arguments of the model.
-      states: as in `separation_losses`.
-      through: whether all parameters move, not only kernels.
-      key: with which a contrastive loss draws its views.
+    The state is of one seed. With `through`, all parameters move, not only kernels. By
+    the key a contrastive loss draws its views. `states` is as in `separation_losses`.
     """
     contrastive = isinstance(options.loss, ContrastiveLoss)
     drawn: dict[str, Any] = {"key": key} if contrastive else {}
