@@ -122,19 +122,12 @@ def _prepared(problem: Problem) -> Problem:
 
 
 class Row(NamedTuple):
-    """One query and its memory set, with the updates that act on the state `y`.
+    """One query and its memory set, with the updates that act on the state `y`."""
 
-    Attributes:
-      keys: features of the memories `(M, D)`.
-      values: what the weights average `(M, v)`.
-      broken: memories or values that are not finite `(M,)`; None without a mask.
-      problem: the arguments of this row.
-    """
-
-    keys: Array
-    values: Array
-    broken: Array | None
-    problem: Problem
+    keys: Array  # features of the memories `(M, D)`
+    values: Array  # what the weights average `(M, v)`
+    broken: Array | None  # `(M,)`, not finite; None without a mask
+    problem: Problem  # the arguments of this row
 
     def weights(self, y: Array) -> Array:
         """Weights over the memories `(M,)`."""

@@ -90,18 +90,11 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arrays that a layer takes.
-
-    Attributes:
-      state: dimension of states.
-      memory: dimension of memories.
-      value: dimension of values; None if a layer takes none.
-      heads: number of heads.
-    """
+    """Dimensions of the arrays that a layer takes, and its number of heads."""
 
     state: int
     memory: int
-    value: int | None
+    value: int | None  # None if a layer takes no values
     heads: int
 
 

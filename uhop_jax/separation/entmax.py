@@ -1,7 +1,7 @@
 """Separations with exact zeros: entmax for every alpha, and sparsemax."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +120,10 @@ def bounded_alpha(
 
 
 class _AtOneAlpha:
-    """Entmax at the one `alpha` of its form, with the arithmetic of the form."""
+    """Entmax at the one `alpha` of its form, a `Root`, with its arithmetic."""
 
     shift_invariant: ClassVar[bool] = True
-    form: Root
+    form: Any
 
     def margin(self):
         """`1 / (alpha - 1)`."""

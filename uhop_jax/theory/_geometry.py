@@ -27,18 +27,14 @@ _SLOPES: dict[type, float] = {Dot: 1.0, Cosine: 1.0, NegativeSquaredL2: 2.0}
 class Geometry(NamedTuple):
     """Leads and distances among the memories.
 
-    Attributes:
-      keys: `(M, D)`, features of the memories.
-      leads: `(M, M)`, `K(xi_mu, xi_mu) - K(xi_nu, xi_mu)`; infinite on the diagonal and
-        for masked memories.
-      distances: `(M, M)`, distances of the features.
-      radius: scalar, half the smallest distance of two memories.
+    The leads `K(xi_mu, xi_mu) - K(xi_nu, xi_mu)` are infinite on the diagonal and for
+    masked memories.
     """
 
-    keys: Array
-    leads: Array
-    distances: Array
-    radius: Array
+    keys: Array  # `(M, D)`, features of the memories
+    leads: Array  # `(M, M)`
+    distances: Array  # `(M, M)`, of the features
+    radius: Array  # half the smallest distance of two memories
 
 
 @jax.jit
