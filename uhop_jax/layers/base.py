@@ -234,9 +234,8 @@ class Layer(nnx.Module):
     def _normalized(self, inputs: Inputs) -> tuple[Array, Array]:
         """States and memories after the norms."""
         memories: Any = inputs.memories
-        return applied(self.norm_state, inputs.state), applied(
-            self.norm_memory, memories
-        )
+        state = applied(self.norm_state, inputs.state)
+        return state, applied(self.norm_memory, memories)
 
     def _associated(
         self, arguments: tuple[Any, ...], key: Array | None, energies: bool

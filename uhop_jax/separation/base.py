@@ -129,7 +129,7 @@ class Separation(Pytree, abc.ABC):
     ) -> Float[Array, "*batch"]:
         r"""`conjugate(beta * overlaps) / beta`, :math:`\Psi^\star(\beta, z)`.
 
-        Arguments are as in `tempered`, the result is as of `conjugate`.
+        Arguments are as in `tempered`, the result as in `conjugate`.
 
         Raises:
           ValueError: if `beta` is not positive, or as in `conjugate`.
