@@ -71,7 +71,7 @@ class Builder:
 
     def _layer(self) -> Hopfield:
         """A layer with an association of its own."""
-        separation = self.separation
+        separation: Any = self.separation
         if separation is None:
             heads = self.options["num_heads"]
             start = Entmax(np.full(heads, 1.5) if self.alpha_per_head else 1.5)

@@ -136,12 +136,13 @@ def panel(
     rows: Sequence[Mapping[str, Any]],
     x: str,
     y: str,
-    *labels: str,
+    xlabel: str,
+    ylabel: str,
     **options: Any,
 ) -> Panel:
     """A panel of `y` against `x`, with a curve for each arm; see `plotting.Panel`."""
     curves = records.curves(rows, x, y, "arm")
-    return Panel(title, curves, *labels, styles=styles(curves), **options)
+    return Panel(title, curves, xlabel, ylabel, styles=styles(curves), **options)
 
 
 def features_of(arm: Arm, size: int, **options: Any) -> nnx.Module:

@@ -189,7 +189,7 @@ class Vision(Application):
                 dict(r, size=r["size"] or full) for r in rows if r["patch"] == patch
             ]
             about = (f"patch {patch}", chosen, "size", key)
-            parts.append(panel(*about, label, name, "log"))
+            parts.append(panel(*about, label, name, xscale="log"))
         return {"figure.png": parts, "curves.png": curves}
 
     def predict(
