@@ -66,13 +66,7 @@ from uhop_jax.similarity import (
     Similarity,
     similarity_from_name,
 )
-from uhop_jax.stage_one import (
-    StageOne,
-    fit,
-    fit_sgd,
-    gaussian_start,
-    identity_start,
-)
+from uhop_jax.stage_one import StageOne, fit, fit_sgd, gaussian_start, identity_start
 from uhop_jax.storage import load, save
 from uhop_jax.streaming import Streamed, retrieve_streamed
 from uhop_jax.uhop_plus import fit_annealed

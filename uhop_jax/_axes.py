@@ -20,19 +20,12 @@ FONT = 9  # points, of the smallest letters
 
 
 class Style(NamedTuple):
-    """Look of a curve or a mark.
+    """Look of a curve or a mark."""
 
-    Attributes:
-      color: number of the colour.
-      mark: number of marker and dashes.
-      shade: 1 for the full colour; below 1, the colour is mixed with white.
-      plain: whether the curve is a grey line without markers, as for a bound.
-    """
-
-    color: int
-    mark: int
-    shade: float = 1.0
-    plain: bool = False
+    color: int  # number of the colour
+    mark: int  # number of marker and dashes
+    shade: float = 1.0  # below 1, the colour is mixed with white
+    plain: bool = False  # a grey line without markers, as for a bound
 
     def options(self) -> dict[str, Any]:
         """Options of Matplotlib's lines."""
@@ -154,9 +147,11 @@ def save(figure: Any, path: Path) -> None:
         few.save(path, optimize=True)
 
 
-def _matplotlib() -> tuple[Any, Any]:
-    """Figure and canvas classes that need no display and leave pyplot alone."""
+def new_figure(width: float, height: float) -> Any:
+    """A figure, its sizes in inches, that needs no display and leaves pyplot alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    return Figure, FigureCanvasAgg
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

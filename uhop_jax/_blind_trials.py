@@ -64,21 +64,13 @@ class Problem(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A candidate with its scores.
+    """A candidate with its scores."""
 
-    Attributes:
-      model: at the best beta.
-      scores: `(Q, betas)`.
-      betas: inverse temperatures.
-      counts: of the table that the candidate implies.
-      rows: the queries that were scored; all by default.
-    """
-
-    model: Model
-    scores: np.ndarray
+    model: Model  # at the best beta
+    scores: np.ndarray  # `(Q, betas)`
     betas: np.ndarray
-    counts: Array
-    rows: Any = slice(None)
+    counts: Array  # of the table that the candidate implies
+    rows: Any = slice(None)  # the queries that were scored
 
     @property
     def each(self) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from uhop_jax._axes import FONT, Style, _matplotlib, bars, encodable, from_zero, save
+from uhop_jax._axes import FONT, Style, bars, encodable, from_zero, new_figure, save
 
 
 class Comparison(NamedTuple):
@@ -34,15 +34,7 @@ class Comparison(NamedTuple):
 def comparisons(
     path: Path, parts: Sequence[Comparison], *, title: str = "", columns: int = 2
 ) -> None:
-    """Saves comparisons, in columns of about one height.
-
-    Args:
-      path: file to write; its ending gives the format.
-      parts: the comparisons.
-      title: line above them.
-      columns: of the figure, at most.
-    """
-    figure_class, canvas = _matplotlib()
+    """Saves comparisons, at most in this number of columns of about one height."""
     columns = min(len(parts), columns)
     heights = [
         1.1 + 0.2 * sum(len(x) + bool(name) for name, x in part.groups.items())
@@ -52,10 +44,7 @@ def comparisons(
     where = (middles * columns / sum(heights)).astype(int)
     stacks = [np.flatnonzero(where == column).tolist() for column in np.unique(where)]
     tallest = max(sum(heights[i] for i in stack) for stack in stacks)
-    figure = figure_class(
-        figsize=(5.6 * len(stacks), tallest + 0.4), layout="constrained"
-    )
-    canvas(figure)
+    figure = new_figure(5.6 * len(stacks), tallest + 0.4)
     figures = figure.subfigures(1, len(stacks), squeeze=False)[0]
     for column, stack in zip(figures, stacks, strict=True):
         tall = [heights[i] for i in stack]

@@ -20,19 +20,12 @@ Result = tuple[Fitted, Array, Array, Fitted | None]  # the fields of `StageOne`
 
 
 class Space(NamedTuple):
-    """The variable of a descent, and what it stands for.
+    """The variable of a descent, and what it stands for."""
 
-    Attributes:
-      first: the first iterate.
-      evaluate: the report of an iterate, and the gradient.
-      kernel: the kernel of an iterate.
-      last: the report of the fitted kernel, from the kernel and the last iterate.
-    """
-
-    first: Array
-    evaluate: Callable[[Array], tuple[Report, Array]]
-    kernel: Callable[[Array], Any]
-    last: Callable[[Any, Array], Report]
+    first: Array  # the first iterate
+    evaluate: Callable[[Array], tuple[Report, Array]]  # report and gradient
+    kernel: Callable[[Array], Any]  # of an iterate
+    last: Callable[[Any, Array], Report]  # of fitted kernel and last iterate
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

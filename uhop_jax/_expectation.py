@@ -73,13 +73,8 @@ def fold(
 ) -> Folded:
     """Deals the components, in this order, into folds of one size.
 
-    Args:
-      templates: bins of memories.
-      queries: bins of queries; unobserved components have the bin `number`.
-      order: a permutation of the components; neighbours share a fold.
-      folds: `F`.
-      number: `K`, of bins.
-      dtype: of `marginal`.
+    Neighbours in the order share a fold. There are `number` bins; unobserved components
+    of queries have the bin `number`. `dtype` is the dtype of `marginal`.
     """
     padding = -order.size % folds
 
@@ -103,15 +98,7 @@ def leading_by_likelihood(
     *,
     rank: int,
 ) -> Leading:
-    """Posteriors under the table of counts, from all folds but one.
-
-    Args:
-      data: bins.
-      counts: of pairs of bins.
-      log_prior: of each template.
-      betas: inverse temperatures of `total`.
-      rank: of the table.
-    """
+    """Posteriors under the table of counts at a rank, from all folds but one."""
     memory_table, query_table = (
         jnp.pad(table[:, :rank], ((0, 1), (0, 0))) for table in factors(counts)
     )
@@ -146,15 +133,8 @@ def leading_by_similarity(
 
     Components that are left out are zero, or at the centres of `Centering`.
 
-    Args:
-      similarity: of memories and queries.
-      memories: stored patterns.
-      queries: corrupted patterns.
-      observed: true for the known components of the queries.
-      betas: inverse temperatures of `total`.
-      strips: number of strips of neighbouring components; each is left out once. 0
-        leaves out none.
-      size: memories in a block; None chooses by their dimension.
+    Each of a number of strips of neighbouring components is left out once; 0 leaves out
+    none. `size` is the number of memories in a block; None chooses by their dimension.
     """
     d = memories.shape[1]
     strip = jnp.arange(d) // -(-d // max(strips, 1))
@@ -225,14 +205,10 @@ def counted(
 ) -> tuple[Float[Array, "P K K"], Float[Array, " N"]]:
     """Expected counts of pairs of bins by part of the queries, and of templates.
 
-    Args:
-      data: bins.
-      leading: posteriors without the fold of a component.
-      beta: the inverse temperature.
-      total: `(F, Q)`, of `leading` at this beta.
-      tables: `(P, K, K)`, for each part of the queries the probabilities with which a
-        component takes part in its own posterior; None leaves it out.
-      parts: `P`; query `q` is in part `q % P`.
+    The posteriors are without the fold of a component, and `total (F, Q)` is theirs at
+    this beta. The tables `(P, K, K)` have, for each part of the queries, the
+    probabilities with which a component takes part in its own posterior; None leaves it
+    out. Query `q` is in part `q % P`.
     """
     K = data.marginal.size - 1
     padded = None if tables is None else _padded(tables)
@@ -339,12 +315,8 @@ def maximised(
 ) -> tuple[Float[Array, "K K"], Float[Array, " G"]]:
     """Counts of the table of greatest predictive likelihood, and weights of groups.
 
-    Args:
-      data: bins; templates are ordered by group, all groups of one size.
-      counts: of the table to start from.
-      rank: of the table.
-      iterations: of expectation and maximisation, at most.
-      groups: number of groups of templates, such as transformations.
+    Templates are ordered by group, such as transformations, all groups of one size. The
+    iterations begin with the table of `counts`.
     """
     one = jnp.ones(1, counts.dtype)
     size = data.templates.shape[0] // groups

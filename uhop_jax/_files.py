@@ -56,9 +56,7 @@ def reading(file: object, expected: str) -> Iterator[None]:
 def mapped_array(path: str | Path, argument: str = "") -> np.ndarray:
     """The array of a `.npy` file, mapped into memory: only the header is read at once.
 
-    Args:
-      path: path of the file.
-      argument: name of the argument that gave the path; it begins the messages.
+    Messages begin with the name of the argument that gave the path.
 
     Raises:
       ValueError: if the file cannot be read, or is no `.npy` file without Python
@@ -83,9 +81,7 @@ def read_archive(
 ) -> dict[str, Any]:
     """The arrays of a `.npz` archive by name; a member that is no `.npy` file is bytes.
 
-    Args:
-      path: path of the file.
-      choose: takes all names and returns the names of the arrays to read.
+    `choose` takes all names and returns the names of the arrays to read.
 
     Raises:
       ValueError: if the file cannot be read, is no archive, or holds more than fits
@@ -104,14 +100,9 @@ def read_archive(
 
 
 def check_fits(numbers: object, size: int) -> None:
-    """Refuses data that are larger than the memory of the machine.
+    """Refuses data of more bytes than the memory of the machine has.
 
-    Args:
-      numbers: words for the data, such as the path of their file.
-      size: size of the data in bytes.
-
-    Raises:
-      ValueError: if the machine has less memory than `size`.
+    `numbers` are words for the data, such as the path of their file.
     """
     memory = machine_memory()
     if size > memory:

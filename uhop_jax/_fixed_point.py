@@ -13,17 +13,11 @@ MAX_SOLVER_STEPS = 200  # iterations for the linear system of the tangents
 def fixed_point(
     update: Callable[[Array], Array], start: Array, max_steps: int, tolerance: ArrayLike
 ) -> tuple[Array, Array, Array]:
-    """A fixed point `(D,)` of `update`, by iteration from `start`.
+    """A fixed point `(D,)` of `update`, by iteration from `start (D,)`.
 
     Gradients follow from the implicit function theorem, so that only one state is
-    stored.
-
-    Args:
-      update: maps a state to the next state.
-      start: first state `(D,)`.
-      max_steps: largest number of updates.
-      tolerance: the iteration has converged when no component moves by more than this,
-        relative to the largest component.
+    stored. The iteration has converged when no component moves by more than the
+    tolerance, relative to the largest component.
 
     Returns:
       The state, the number of updates (int32), and whether it converged.

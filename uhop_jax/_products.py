@@ -7,11 +7,10 @@ from jaxtyping import Array, Float
 from uhop_jax._checks import working_dtype
 
 
-def contract(a: Float[Array, "*batch D"], b: Float[Array, "N D"]) -> Array:
-    """`a @ b.T`, summed and returned in at least float32, at full precision."""
-    a, b = _same_dtype(a, b)
+def product(equation: str, a: Array, b: Array) -> Array:
+    """The product of arrays of one dtype, summed and returned in at least float32."""
     return jnp.einsum(
-        "...d,nd->...n",
+        equation,
         a,
         b,
         precision=jax.lax.Precision.HIGHEST,
@@ -19,16 +18,14 @@ def contract(a: Float[Array, "*batch D"], b: Float[Array, "N D"]) -> Array:
     )
 
 
+def contract(a: Float[Array, "*batch D"], b: Float[Array, "N D"]) -> Array:
+    """`a @ b.T`, by `product`."""
+    return product("...d,nd->...n", *_same_dtype(a, b))
+
+
 def weigh(weights: Float[Array, "*batch N"], b: Float[Array, "N D"]) -> Array:
-    """`weights @ b`, summed and returned in at least float32, at full precision."""
-    weights = weights.astype(b.dtype)
-    return jnp.einsum(
-        "...n,nd->...d",
-        weights,
-        b,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=working_dtype(b),
-    )
+    """`weights @ b`, by `product` in the dtype of `b`."""
+    return product("...n,nd->...d", weights.astype(b.dtype), b)
 
 
 def _same_dtype(a: Array, b: Array) -> tuple[Array, Array]:
@@ -44,10 +41,4 @@ def shifted(x: Array, center: Array) -> Array:
 
 def gram_matrix(features: Array) -> Array:
     """Inner products `(..., M, M)` of rows `(..., M, D)`, in at least float32."""
-    return jnp.einsum(
-        "...md,...nd->...mn",
-        features,
-        features,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=working_dtype(features),
-    )
+    return product("...md,...nd->...mn", features, features)

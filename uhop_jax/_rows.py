@@ -122,19 +122,12 @@ def _prepared(problem: Problem) -> Problem:
 
 
 class Row(NamedTuple):
-    """One query and its memory set, with the updates that act on the state `y`.
+    """One query and its memory set, with the updates that act on the state `y`."""
 
-    Attributes:
-      keys: features of the memories `(M, D)`.
-      values: what the weights average `(M, v)`.
-      broken: memories or values that are not finite `(M,)`; None without a mask.
-      problem: the arguments of this row.
-    """
-
-    keys: Array
-    values: Array
-    broken: Array | None
-    problem: Problem
+    keys: Array  # features of the memories `(M, D)`
+    values: Array  # what the weights average `(M, v)`
+    broken: Array | None  # `(M,)`, not finite; None without a mask
+    problem: Problem  # the arguments of this row
 
     def weights(self, y: Array) -> Array:
         """Weights over the memories `(M,)`."""
@@ -207,18 +200,11 @@ def _over_sets(problem: Problem, function: Callable[[Row], Any]) -> Any:
 
 
 def _over_axis(
-    problem: Problem,
-    sets: bool,
-    function: Callable[[Problem], Any],
-    sequential: bool,
+    problem: Problem, sets: bool, function: Callable[[Problem], Any], sequential: bool
 ) -> Any:
-    """Maps `function` over the first axis of the query.
+    """Maps `function` over the first axis of the query, of memory sets too if `sets`.
 
-    Args:
-      problem: arguments whose query has at least two axes.
-      sets: whether the axis is an axis of memory sets too.
-      function: of the problem without that axis.
-      sequential: maps in small batches, in less memory than `jax.vmap`.
+    If `sequential`, it maps in small batches, in less memory than `jax.vmap`.
     """
     depth, size = problem.query.ndim - 1, problem.query.shape[0]
     leaves: list[Array] = []

@@ -34,6 +34,7 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._pytree import Pytree
+from uhop_jax.candidates import PLAIN
 from uhop_jax.foreign import foreign_probability
 from uhop_jax.kernels import Centering, check_numbers
 from uhop_jax.likelihood import probabilities
@@ -42,9 +43,6 @@ from uhop_jax.posterior import mean_and_variance, with_squares
 from uhop_jax.similarity import (
     Cosine,
     Dot,
-    NegativeL1,
-    NegativeL2,
-    NegativeSquaredL2,
     Similarity,
     check_observed,
     check_patterns,
@@ -240,28 +238,15 @@ def fixed_similarities(
 ) -> dict[str, Similarity]:
     """The fixed similarities that `calibrate_blind` tries, by name.
 
-    Centred ones are left out where components are unobserved.
-
-    Args:
-      memories: stored patterns, one per row; their mean centres them.
-      queries: corrupted patterns, whose mean is the centre of queries in two-sided
-        centring.
-      observed: true for the known components of the queries.
+    Memories are centred about their mean; in two-sided centring, queries are centred
+    about the mean of queries. Where components are unobserved, nothing is centred.
     """
-    plain: dict[str, Similarity] = {
-        "cosine": Cosine(),
-        "dot": Dot(),
-        "squared l2": NegativeSquaredL2(),
-        "l2": NegativeL2(),
-        "l1": NegativeL1(),
-    }
     if observed is not None:
-        return plain
+        return dict(PLAIN)
     center = memories.mean(0)
-    two_sided = Cosine(Centering(center, queries.mean(0)))
-    return plain | {
+    return PLAIN | {
         "centred cosine": Cosine(Centering(center)),
-        "two-sided centred cosine": two_sided,
+        "two-sided centred cosine": Cosine(Centering(center, queries.mean(0))),
     }
 
 

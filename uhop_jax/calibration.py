@@ -32,10 +32,7 @@ from uhop_jax.corruption import Corruption
 from uhop_jax.kernels import check_numbers
 from uhop_jax.model import Model
 from uhop_jax.separation import Entmax, Separation, Softmax, Sparsemax
-from uhop_jax.similarity import (
-    Similarity,
-    check_patterns,
-)
+from uhop_jax.similarity import Similarity, check_patterns
 from uhop_jax.trials import (
     beta_grid,
     corrupted_copies,
@@ -248,10 +245,8 @@ def _sweep(
 ) -> tuple[Array, Array, Array, Array]:
     """The screening of all candidates and the trials of the finalists.
 
-    Returns:
-      Errors on few copies `(candidates, betas)`; indices of the finalists; errors of
-      the finalists on all copies `(finalists, separations, betas)`; and the inverse
-      temperatures `(candidates, betas)`.
+    These are errors on few copies `(candidates, betas)`, the finalists, their errors on
+    all copies `(finalists, separations, betas)`, and the inverse temperatures.
     """
     few = jax.tree.map(lambda x: x[screened(len(x), len(memories))], copies)
 
@@ -285,11 +280,7 @@ def _sweep(
 
 @jax.jit
 def _copy_errors(
-    memories: Array,
-    query: Array,
-    observed: Array | None,
-    target: Array,
-    model: Model,
+    memories: Array, query: Array, observed: Array | None, target: Array, model: Model
 ) -> tuple[Array, Array]:
     """Squared error of each copy, and whether its largest weight is at its memory."""
     weights = model.weights(model.similarity(memories, query, observed=observed))

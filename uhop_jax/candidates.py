@@ -23,11 +23,14 @@ from uhop_jax.similarity import (
 from uhop_jax.trials import corrupted_copies
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-
-
 RANKS = (2, 8, None)
-
-
+PLAIN: dict[str, Similarity] = {  # without a kernel
+    "cosine": Cosine(),
+    "dot": Dot(),
+    "squared l2": NegativeSquaredL2(),
+    "l2": NegativeL2(),
+    "l1": NegativeL1(),
+}
 CENTERED = 2000  # least number of copies from which the mean of queries is estimated
 
 
@@ -70,14 +73,7 @@ def default_candidates(
         }
         for is_full in (False, True)
     )
-    models: dict[str, Similarity] = {
-        **low,
-        "cosine": Cosine(),
-        "dot": Dot(),
-        "squared l2": NegativeSquaredL2(),
-        "l2": NegativeL2(),
-        "l1": NegativeL1(),
-    }
+    models: dict[str, Similarity] = {**low, **PLAIN}
     _, observed = jax.eval_shape(Corruption.of(corrupt), mean_key, memories)
     if observed is None:
         two_sided = two_sided_centering(mean_key, memories, corrupt)
@@ -96,13 +92,8 @@ def two_sided_centering(
 ) -> Centering:
     """Centring of memories about their mean, and of queries about the mean of queries.
 
-    The mean of queries is estimated from corrupted copies of the memories.
-
-    Args:
-      key: random key, for the copies.
-      memories: stored patterns, one per row.
-      corrupt: as in `calibrate`; if it returns `observed`, the mean is over observed
-        components.
+    The mean of queries is estimated from corrupted copies of the memories. If `corrupt`
+    returns `observed`, the mean is over observed components.
     """
     M = memories.shape[0]
     number = M * -(-CENTERED // M)

@@ -208,16 +208,10 @@ class Noise(AddedNoise):
         *,
         observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch M"]:
-        """`log p(query | memory)` up to a constant of the query.
+        """`log p(query | memory)` up to a constant of the query, in at least float32.
 
-        Args:
-          memories: stored patterns, one per row.
-          query: corrupted patterns.
-          observed: true for components that count; components where it is false may
-            have any value.
-
-        Returns:
-          The log-likelihoods, in at least float32.
+        Components of the query where `observed` is false may have any value, and do not
+        count.
 
         Raises:
           ValueError: if a parameter is invalid, patterns are out of the range, or

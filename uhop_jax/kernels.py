@@ -39,26 +39,26 @@ class Kernel(Pytree, abc.ABC):
         return True
 
     @property
-    @abc.abstractmethod
     def dimension(self) -> int | None:
         """Dimension `d` of the patterns; None if patterns may have any dimension."""
+        return None
 
     @property
-    @abc.abstractmethod
     def set_axes(self) -> int:
         """Number of leading axes of memory sets, each with a kernel of its own."""
+        return 0
 
     def check(self) -> None:
         """Raises `ValueError` if fields are not floating arrays of matching shapes."""
         return
 
-    @abc.abstractmethod
     def memory_features(
         self,
         memories: Float[Array, "*batch M d"],
         observed: Bool[Array, " d"] | None = None,
     ) -> Float[Array, "*batch M D"]:
         """`Phi` of the stored patterns, restricted to observed components."""
+        return self.query_features(memories, observed)
 
     @abc.abstractmethod
     def query_features(
@@ -75,22 +75,12 @@ class Identity(Kernel):
     local: ClassVar[bool] = False
     componentwise: ClassVar[bool] = True
 
-    @property
-    def dimension(self) -> None:
-        return None
-
-    @property
-    def set_axes(self) -> int:
-        return 0
-
     def memory_features(self, memories, observed=None):
         del observed  # the similarity leaves out what is not observed
         return memories
 
     def query_features(self, query, observed=None):
-        if observed is None:
-            return query
-        return jnp.where(observed, query, jnp.zeros((), query.dtype))
+        return with_zeros(query, observed)
 
 
 class LinearKernel(Kernel):
@@ -117,15 +107,10 @@ class LinearKernel(Kernel):
     def set_axes(self) -> int:
         return self.weights.ndim - 2
 
-    def memory_features(self, memories, observed=None):
-        return self.query_features(memories, observed)
-
     def query_features(self, query, observed=None):
         if self.center is not None:
             query = shifted(query, self.center)
-        if observed is not None:
-            query = jnp.where(observed, query, jnp.zeros((), query.dtype))
-        return contract(query, self.weights)
+        return contract(with_zeros(query, observed), self.weights)
 
 
 class LowRankKernel(Kernel):
@@ -170,12 +155,8 @@ class LowRankKernel(Kernel):
         scaled = jnp.einsum("...,de->...de", self.scale, identity, precision="highest")
         return scaled + product
 
-    def memory_features(self, memories, observed=None):
-        return self.query_features(memories, observed)
-
     def query_features(self, query, observed=None):
-        if observed is not None:
-            query = jnp.where(observed, query, jnp.zeros((), query.dtype))
+        query = with_zeros(query, observed)
         inner = contract(query, self.right)
         correction = contract(inner, self.left.astype(inner.dtype))
         scale = self.scale.astype(correction.dtype)
@@ -216,15 +197,11 @@ class Centering(Kernel):
         return self.center.ndim - 1
 
     def memory_features(self, memories, observed=None):
-        return self._centered(memories, self.center, observed)
+        return with_zeros(shifted(memories, self.center), observed)
 
     def query_features(self, query, observed=None):
         center = self.center if self.query_center is None else self.query_center
-        return self._centered(query, center, observed)
-
-    def _centered(self, x: Array, center: Array, observed: Array | None) -> Array:
-        x = shifted(x, center)
-        return x if observed is None else jnp.where(observed, x, jnp.zeros((), x.dtype))
+        return with_zeros(shifted(query, center), observed)
 
 
 class LikelihoodKernel(Kernel):
@@ -302,6 +279,11 @@ class LikelihoodKernel(Kernel):
     def _entries(self, table: Array, x: Array) -> Array:
         """The rows `(..., d, r)` of the table by the bins of `x`; NaN for NaN."""
         return jnp.where(jnp.isnan(x)[..., None], jnp.nan, table[bins(x, self.edges)])
+
+
+def with_zeros(x: Array, observed: Array | None) -> Array:
+    """`x`, with zeros in place of components that are not observed."""
+    return x if observed is None else jnp.where(observed, x, jnp.zeros((), x.dtype))
 
 
 def check_numbers(kernel: Any) -> None:

@@ -278,9 +278,7 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def smallest_separation(
-    features: Float[Array, "*batch M D"],
-) -> Float[Array, "*batch"]:
+def smallest_separation(features: Float[Array, "*batch M D"]) -> Float[Array, "*batch"]:
     r""":math:`\Delta_{\min} = 1 - \max_{u \ne v} \cos(\Phi(u), \Phi(v))` of U-Hop+.
 
     Args:

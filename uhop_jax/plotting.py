@@ -1,4 +1,7 @@
-"""Figures of results; nothing is computed here."""
+"""Figures of results; nothing is computed here.
+
+Each function writes a file, whose ending gives the format; `title` is a line on top.
+"""
 
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -11,10 +14,10 @@ from jaxtyping import Float
 from uhop_jax._axes import (
     FONT,
     Style,
-    _matplotlib,
     bars,
     from_zero,
     legend,
+    new_figure,
     save,
     write,
 )
@@ -82,10 +85,6 @@ def reliability_panel(title: str, curves: Mapping[str, Curve]) -> Panel:
     """A reliability diagram: how often answers are right, against their confidence.
 
     A grey line shows where both are equal. Curves differ in dashes and markers.
-
-    Args:
-      title: above the axes.
-      curves: frequency against confidence, by name.
     """
     equal = Curve([0.0, 1.0], [0.0, 1.0], [0.0, 0.0])
     looks = {name: Style(number, number) for number, name in enumerate(curves)}
@@ -123,15 +122,9 @@ def panels(
 ) -> None:
     """Saves panels side by side; equal labels share their range.
 
-    The names of curves stand below the axes, once if all panels have the same names.
-
-    Args:
-      path: file to write; its ending gives the format.
-      parts: the panels.
-      title: line above them.
-      columns: panels in a row, at most.
+    There are at most `columns` panels in a row. The names of curves stand below the
+    axes, once if all panels have the same names.
     """
-    figure_class, canvas = _matplotlib()
     columns = min(len(parts), columns)
     rows = -(-len(parts) // columns)
     names = list(dict.fromkeys(name for part in parts for name in part.series))
@@ -142,8 +135,7 @@ def panels(
         own = [part.series for part in parts]
         lines = rows * max(-(-len(names) // _side_by_side(names)) for names in own)
     height = 3.3 * rows + 0.19 * lines + 0.4
-    figure = figure_class(figsize=(4.7 * columns, height), layout="constrained")
-    canvas(figure)
+    figure = new_figure(4.7 * columns, height)
     share = len({part.ylabel for part in parts}) == 1
     axes = figure.subplots(rows, columns, squeeze=False, sharey=share).ravel()
     first: dict[str, Any] = {}  # curves of the first panel, by name
@@ -223,22 +215,12 @@ def forecasts(
 ) -> None:
     """Saves forecasts with the truth: a row for each series, a column for each window.
 
-    Args:
-      path: file to write; its ending gives the format.
-      truth: true values of the steps before and during each forecast.
-      ahead: the forecasts, of the last steps of `truth`.
-      names: of the series, with their units.
-      titles: of the windows.
-      xlabel: steps and their unit.
-      title: line above the panels.
+    The truth has the steps before and during each forecast; the forecasts are of its
+    last steps. Names are those of the series, with their units; titles, of the windows.
     """
-    figure_class, canvas = _matplotlib()
     columns, steps, rows = truth.shape
     horizon = ahead.shape[1]
-    figure = figure_class(
-        figsize=(3.3 * columns + 0.4, 1.25 * rows + 1.3), layout="constrained"
-    )
-    canvas(figure)
+    figure = new_figure(3.3 * columns + 0.4, 1.25 * rows + 1.3)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey="row")
     for row, column in np.ndindex(rows, columns):
         axis = axes[row, column]
@@ -283,18 +265,10 @@ def image_grid(
 ) -> None:
     """Saves images side by side: a row for each pattern, a column for each method.
 
-    Args:
-      path: file to write; its ending gives the format.
-      columns: title and images of each column, in `[0, 1]`.
-      captions: words under the images of a column.
-      title: line above the grid.
+    Columns have a title each, and images in `[0, 1]`; captions stand under the images.
     """
-    figure_class, canvas = _matplotlib()
     rows = max(len(x) for x in columns.values())
-    figure = figure_class(
-        figsize=(1.15 * len(columns), 1.2 * rows + 0.8), layout="constrained"
-    )
-    canvas(figure)
+    figure = new_figure(1.15 * len(columns), 1.2 * rows + 0.8)
     axes = figure.subplots(rows, len(columns), squeeze=False)
     for j, (name, pictures) in enumerate(columns.items()):
         for i, axis in enumerate(axes[:, j]):
@@ -318,19 +292,11 @@ def _shortened(words: str) -> str:
 
 
 def landscapes(path: Path, parts: Sequence[Landscape], *, title: str = "") -> None:
-    """Saves energy landscapes side by side: darker is lower, each on its own scale.
-
-    Args:
-      path: file to write; its ending gives the format.
-      parts: the landscapes.
-      title: line above them.
-    """
+    """Saves energy landscapes side by side: darker is lower, each on its own scale."""
     from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 
-    figure_class, canvas = _matplotlib()
     greys = LinearSegmentedColormap.from_list("greys", ["0.3", "1.0"])
-    figure = figure_class(figsize=(4.6 * len(parts), 4.4), layout="constrained")
-    canvas(figure)
+    figure = new_figure(4.6 * len(parts), 4.4)
     axes = figure.subplots(1, len(parts), squeeze=False)[0]
     for axis, part in zip(axes, parts, strict=True):
         # Levels that cut the plane into parts of one size show valleys of any depth.

@@ -146,6 +146,12 @@ def mean_and_spread(sample: Sequence[float]) -> str:
     return f"{text} ± {deviation(sample):.2g}" if len(sample) > 1 else text
 
 
+def mean_and_interval(sample: Sequence[float]) -> str:
+    """`mean ± half of its 95 % interval`, of a sample in per cent."""
+    spread = f" ± {half_width(sample):.1f}" * (len(sample) > 1)
+    return f"{np.mean(sample):.1f}{spread}"
+
+
 def aligned(lines: Sequence[Sequence[str]]) -> str:
     """Lines of cells as text: the first column left-aligned, further ones right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]

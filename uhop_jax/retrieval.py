@@ -206,13 +206,7 @@ def trajectory(
 ) -> Trajectory:
     """The pattern, the features and the energy after every update.
 
-    Args:
-      model: similarity, separation and inverse temperature.
-      memories: stored patterns.
-      query: initial states.
-      steps: number of updates, at least 1.
-      mask: true for valid memories.
-      observed: true for known components of the query.
+    Arguments are as in `retrieve`.
 
     Returns:
       `Trajectory`, the query itself first.
@@ -244,14 +238,7 @@ def energy(
 
     The energy of features, such as `Trajectory.features`, is
     `energy(similarity.keys(memories), features, ...)` under the same similarity without
-    its kernel.
-
-    Args:
-      model: similarity, separation and inverse temperature.
-      memories: stored patterns.
-      query: states.
-      mask: true for valid memories.
-      observed: true for known components of the query.
+    its kernel. Arguments are as in `retrieve`, the query holds states.
 
     Returns:
       One energy for each state, in the working dtype (float32 for half precision).
@@ -277,14 +264,6 @@ def check(
     """Refuses arguments of `retrieve` under which a result would be NaN.
 
     `retrieve` itself reads no arrays, since that would wait for the device.
-
-    Args:
-      model: similarity, separation and inverse temperature.
-      memories: stored patterns.
-      query: initial states.
-      values: rows that the last weights average.
-      mask: true for valid memories.
-      observed: true for known components of the query.
 
     Raises:
       ValueError: if a visible memory or value, or a known component of a query, is not
@@ -365,12 +344,7 @@ def _converge(problem: Problem, max_steps: int, tolerance: ArrayLike) -> Converg
         pattern, weights = row.read_out(y)
         features = row.update(y)
         return Convergence(
-            pattern,
-            weights,
-            features,
-            row.energy(features),
-            steps + 1,
-            converged,
+            pattern, weights, features, row.energy(features), steps + 1, converged
         )
 
     return over_rows(problem, run)

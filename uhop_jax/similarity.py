@@ -96,9 +96,7 @@ class Similarity(Pytree, abc.ABC):
         return self(memories, memories)
 
     def keys(
-        self,
-        memories: Float[Array, "M d"],
-        observed: Bool[Array, " d"] | None = None,
+        self, memories: Float[Array, "M d"], observed: Bool[Array, " d"] | None = None
     ) -> Float[Array, "M D"]:
         """Features of the memories, with which states are compared."""
         return self.kernel.memory_features(memories, observed)

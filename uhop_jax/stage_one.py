@@ -213,11 +213,7 @@ def fit_sgd(
 def _arguments(
     memories: Any, steps: int, start: Any, loss: Any, snapshots: Sequence[int]
 ) -> tuple[Array, Fitted, SeparationLoss, Array]:
-    """Checks the arguments that `fit` and `fit_sgd` share.
-
-    Returns:
-      The memories, the start, the loss and the steps of snapshots.
-    """
+    """Checked memories, start, loss and steps of snapshots, of `fit` and `fit_sgd`."""
     check_loss(loss)
     check_count("steps", steps, 0)
     marks = as_counts("snapshots", snapshots, 0, steps)

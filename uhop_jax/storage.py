@@ -72,12 +72,10 @@ def save(path: str | Path, tree: Any) -> Path:
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file completely or not at all.
+    """Writes a file, in a directory that exists, completely or not at all.
 
-    Args:
-      path: file to write, in a directory that exists.
-      write: takes a temporary path with the suffix of `path` and writes the file there;
-        the file is then renamed to `path`.
+    `write` writes it to a temporary path with the suffix of `path`, where it is then
+    renamed to `path`.
     """
     partial = path.with_name(
         f".{path.stem[:40]}.{secrets.token_hex(8)}.partial{path.suffix}"

@@ -26,6 +26,7 @@ from uhop_jax._checks import (
 )
 from uhop_jax._products import contract
 from uhop_jax._pytree import Pytree
+from uhop_jax.kernels import with_zeros
 from uhop_jax.similarity import Dot
 
 _REACH = 2  # pixels by which `image_transformations` shifts
@@ -288,9 +289,7 @@ class Transformed(Dot):
         return memories
 
     def state(self, query, observed=None):
-        if observed is None:
-            return query
-        return jnp.where(observed, query, jnp.zeros((), query.dtype))
+        return with_zeros(query, observed)
 
     def has_energy(self) -> bool:
         return False

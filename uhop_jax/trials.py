@@ -15,9 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from uhop_jax._products import contract, gram_matrix, shifted, weigh
 from uhop_jax.corruption import Corruption
-from uhop_jax.similarity import (
-    Similarity,
-)
+from uhop_jax.similarity import Similarity
 
 SHARPNESS = (0.1, 1000.0, 17)  # first, last and number of beta * spread on a log grid
 

@@ -46,12 +46,8 @@ def fingerprint(*parts: np.ndarray | Sequence[str]) -> dict[str, Any]:
 def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
     """Refuses a directory that is not free for a run, unless it holds this run.
 
-    A directory in which nothing was finished is free.
-
-    Args:
-      workdir: the directory, which may not exist yet.
-      config: of the run.
-      read: what the run reads, by name, as `fingerprint` gives it.
+    A directory in which nothing was finished, or that does not exist, is free. What the
+    run reads comes by name, as `fingerprint` gives it.
 
     Raises:
       ValueError: if the directory is a file, holds files and no run, or holds a run of
@@ -98,10 +94,7 @@ def claimed(
 ) -> Iterator[None]:
     """Holds the directory of a run, so that no other run can use it meanwhile.
 
-    Args:
-      workdir: the directory; it is made if it does not exist.
-      config: of the run, written to `config.json`.
-      read: what the run reads, by name, as `fingerprint` gives it.
+    The directory is made if it does not exist. Arguments are as in `check`.
 
     Raises:
       ValueError: see `check`; or if another run uses the directory.
@@ -123,11 +116,7 @@ def claimed(
 
 
 def write_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file of a run whole or not at all.
-
-    Args:
-      path: file in the directory of the run.
-      write: writes the file to the path that it is given.
+    """Writes a file of a run whole or not at all, see `write_whole`.
 
     Raises:
       ValueError: if the file exists, and the run has not written it.
@@ -150,9 +139,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def read_table(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[dict]:
     """Records that `write_table` wrote, or none if the file does not exist.
 
-    Args:
-      path: the file.
-      columns: type of each column; an empty cell stays "".
+    Each column has a type; an empty cell stays "".
 
     Raises:
       ValueError: if the file is not, byte for byte, as the run has left it.

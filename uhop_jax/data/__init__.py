@@ -1,12 +1,6 @@
 """Data sets as NumPy arrays: patterns to store, images to classify, time series."""
 
-from uhop_jax.data.bags import (
-    PUBLISHED,
-    Bags,
-    bags,
-    image_bags,
-    read_bags,
-)
+from uhop_jax.data.bags import PUBLISHED, Bags, bags, image_bags, read_bags
 from uhop_jax.data.folds import Fold, folds
 from uhop_jax.data.house import simulated_house
 from uhop_jax.data.images import IMAGES, Images, images, prepare

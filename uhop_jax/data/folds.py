@@ -76,11 +76,8 @@ def validated(
 ) -> tuple[Int[np.ndarray, " train"], Int[np.ndarray, " validation"]]:
     """Parts some bags into bags to train on and bags to validate by.
 
-    Args:
-      bags: numbers of the bags.
-      labels: of all bags.
-      held_out: share of the bags of each label that validates, at least one bag.
-      seed: of the draw.
+    The labels are those of all bags. The share held out of the bags of each label
+    validates, at least one bag.
 
     Raises:
       ValueError: if the share is not within (0, 1), or a label has fewer than 2 bags.

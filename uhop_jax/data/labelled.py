@@ -16,10 +16,7 @@ from uhop_jax.data.pictures import (
 
 
 def labelled_images(
-    source: str,
-    *,
-    split: str,
-    directory: str | Path | None = None,
+    source: str, *, split: str, directory: str | Path | None = None
 ) -> Images:
     """Loads images with labels.
 

@@ -42,17 +42,11 @@ WTH = (  # a copy at an address that does not change
 
 
 class Source(NamedTuple):
-    """The file of a known set on the web.
-
-    Attributes:
-      file: name of the file.
-      place: address of the folder that holds the file.
-      sha256: of the text of the file.
-    """
+    """The file of a known set on the web."""
 
     file: str
-    place: str
-    sha256: str
+    place: str  # address of its folder
+    sha256: str  # of its text
 
 
 SOURCES = {

@@ -51,10 +51,7 @@ def text_of(path: Path) -> str:
 def cells_of(path: Path, text: str) -> tuple[str, dict[int, list[str]]]:
     """The delimiter of a text, and the cells of its lines by their numbers, from 1.
 
-    Args:
-      path: of the file, for errors.
-      text: lines of cells, with commas, semicolons or tabs between; blank lines are
-        left out.
+    Commas, semicolons or tabs are between the cells. Blank lines are left out.
 
     Raises:
       ValueError: if a line cannot be split, or no line has cells.
@@ -74,11 +71,7 @@ def cells_of(path: Path, text: str) -> tuple[str, dict[int, list[str]]]:
 
 
 def read_table(path: Path, text: str) -> pd.DataFrame:
-    """Splits a text into a header and rows of cells; blank lines are left out.
-
-    Args:
-      path: of the file, for errors.
-      text: lines of cells, with commas, semicolons or tabs between.
+    """Splits a text into a header and rows of cells, by `cells_of`.
 
     Raises:
       ValueError: if the header is missing or names a column twice, there is one column,
@@ -129,12 +122,8 @@ def numbers(
 ) -> pd.DataFrame:
     """A table of text as numbers, NaN where a value is missing.
 
-    Args:
-      path: of the file, for errors.
-      table: of text.
-      decimal: `point`, `comma`, or `auto`, the mark by which all cells are numbers; the
-        second mark may separate thousands.
-      missing_values: cells, or numbers, that mark a missing value.
+    The decimal mark is `point`, `comma`, or `auto`, by which all cells are numbers; the
+    second mark may separate thousands. Missing values are cells, or numbers.
 
     Raises:
       ValueError: if a cell is no number or not finite, two decimal marks fit all cells

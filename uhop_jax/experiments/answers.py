@@ -144,12 +144,7 @@ def answer(
     converged = None
     if model.has_energy:
         end = converge(
-            model,
-            patterns,
-            query,
-            observed=observed,
-            mask=mask,
-            max_steps=MAX_UPDATES,
+            model, patterns, query, observed=observed, mask=mask, max_steps=MAX_UPDATES
         )
         converged = end.converged & (end.weights.argmax(-1) == index[:, 0])
     foreign, calibration = None, memory.calibration
@@ -178,12 +173,8 @@ def answer_in_blocks(
 ) -> Answers:
     """Answers as `answer` does, with one block of the patterns in memory at a time.
 
-    Args:
-      model: the calibrated model.
-      patterns: stored patterns, one per row; may lie in a file.
-      query: queries, one per row.
-      observed: true for the known components of the queries.
-      block: patterns in a block; None chooses by their dimension.
+    The patterns may lie in a file. The default size of a block follows from their
+    dimension.
     """
     size = block or max(2**20 // patterns.shape[1], 1)
     working = np.promote_types(patterns.dtype.newbyteorder("="), np.float32)
@@ -195,13 +186,7 @@ def answer_in_blocks(
             yield with_squares(rows, center)
 
     result = retrieve_streamed(
-        model,
-        patterns,
-        query,
-        values=values,
-        observed=observed,
-        top=2,
-        block=block,
+        model, patterns, query, values=values, observed=observed, top=2, block=block
     )
     normalized = model.separation.normalized
     state, variance = mean_and_variance(result.state, center, normalized=normalized)

@@ -147,12 +147,8 @@ def best_entries(
 
     Where the errors of several kernels or betas are the least up to rounding, the
     middle one is chosen: rounding differs between machines, and must not decide.
-
-    Args:
-      entries: the models tried.
-      errors: `(sets, entries, betas)`.
-      betas: `(entries, betas)`.
-      every_setting: keep every kernel of a family, not only the best.
+    Errors are `(sets, entries, betas)`, betas `(entries, betas)`. With `every_setting`,
+    every kernel of a family is kept, not only the best.
     """
     mean = errors.mean(0)
     mean = np.where(np.isnan(mean), np.inf, mean)

@@ -11,7 +11,9 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 from uhop_jax._checks import check_choice
 from uhop_jax._pytree import Pytree
 from uhop_jax.corruption import Corruption, Mask, Noise, NormNoise, scale_of
-from uhop_jax.transformations import Shifts, blurred
+from uhop_jax.transformations import Shape, Shifts, blurred
+
+Patterns = Float[Array, "*batch d"]
 
 _DISTANCE = 2  # pixels that `shift_noise` moves
 
@@ -23,36 +25,27 @@ KINDS = (
 
 
 class Dropout(Pytree):
-    """Masks components with a probability, and scales up the rest, as dropout does.
+    """Masks components with probability `fraction`, and scales up the rest.
 
-    The authors' code uses dropout in place of a mask.
-
-    Attributes:
-      fraction: probability that a component is masked, in `[0, 1)`.
+    The authors' code uses such dropout in place of a mask; the fraction is in `[0, 1)`.
     """
 
     fraction: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return Mask(self.fraction)(key, patterns) / (1 - self.fraction)
 
 
 class FoldedNoise(Pytree):
     """Adds Gaussian noise, takes the magnitude of the sum and clamps it to `[0, 1]`.
 
-    The authors' code does so: negative values come back as positive values.
-
-    Attributes:
-      scale: standard deviation of the noise of each component.
+    The authors' code does so: negative values come back as positive values. The noise
+    of each component has the standard deviation `scale`.
     """
 
     scale: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return _folded(Noise(self.scale, low=None, high=None)(key, patterns))
 
     def log_likelihood(
@@ -84,17 +77,11 @@ class FoldedNoise(Pytree):
 
 
 class FoldedNormNoise(Pytree):
-    """Like `FoldedNoise`, with noise whose whole vector has a given norm.
-
-    Attributes:
-      scale: the Euclidean norm of the noise vector.
-    """
+    """Like `FoldedNoise`, with a noise vector of Euclidean norm `scale`."""
 
     scale: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return _folded(NormNoise(self.scale, low=None, high=None)(key, patterns))
 
 
@@ -103,17 +90,11 @@ def _folded(patterns: Array) -> Array:
 
 
 class SaltAndPepper(Pytree):
-    """Sets components, each with a probability, to 0 or 1 at random.
-
-    Attributes:
-      fraction: probability that a component is replaced, in `[0, 1]`.
-    """
+    """Sets components, each with probability `fraction`, to 0 or 1 at random."""
 
     fraction: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         which, values = jax.random.split(key)
         hit = jax.random.bernoulli(which, self.fraction, patterns.shape)
         ends = jax.random.bernoulli(values, 0.5, patterns.shape)
@@ -121,32 +102,20 @@ class SaltAndPepper(Pytree):
 
 
 class Inverted(Pytree):
-    """Inverts the contrast, adds Gaussian noise and clamps to `[0, 1]`.
-
-    Attributes:
-      scale: standard deviation of the noise of each component.
-    """
+    """Inverts the contrast, adds noise of deviation `scale` and clamps to `[0, 1]`."""
 
     scale: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return Noise(self.scale, low=0.0, high=1.0)(key, 1 - patterns)
 
 
 class Darkened(Pytree):
-    """Darkens by `0.6 x^3`, adds Gaussian noise and clamps to `[0, 1]`.
-
-    Attributes:
-      scale: standard deviation of the noise of each component.
-    """
+    """Darkens by `0.6 x^3`, adds noise of deviation `scale` and clamps to `[0, 1]`."""
 
     scale: ArrayLike = 0.5
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return Noise(self.scale, low=0.0, high=1.0)(key, 0.6 * patterns**3)
 
 
@@ -159,11 +128,9 @@ class HiddenSquare(Pytree):
     """
 
     fraction: ArrayLike
-    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         height, width, _ = self.shape
         images = patterns.reshape(-1, *self.shape)
         area = jnp.asarray(self.fraction) * (height * width)
@@ -188,11 +155,9 @@ class Blur(Pytree):
     """
 
     width: ArrayLike
-    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         del key
         return blurred(patterns, self.width, self.shape)
 
@@ -206,11 +171,9 @@ class Shift(Pytree):
     """
 
     distance: int = dataclasses.field(metadata={"static": True})
-    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         n, moves = self.distance, Shifts(self.distance, self.shape)
         # Places of the four directions among all shifts up to `n` pixels each way.
         side = 2 * n + 1
@@ -230,11 +193,9 @@ class ShiftedNoise(Pytree):
     """
 
     scale: ArrayLike
-    shape: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
+    shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> Float[Array, "*batch d"]:
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         way, noise = jax.random.split(key)
         moved = Shift(_DISTANCE, self.shape)(way, patterns)
         return Noise(self.scale, low=0.0, high=1.0)(noise, moved)
@@ -254,8 +215,8 @@ class KnownMasks(Pytree):
     corruption: Any = None
 
     def __call__(
-        self, key: PRNGKeyArray, patterns: Float[Array, "*batch d"]
-    ) -> tuple[Float[Array, "*batch d"], Bool[Array, "*batch d"]]:
+        self, key: PRNGKeyArray, patterns: Patterns
+    ) -> tuple[Patterns, Bool[Array, "*batch d"]]:
         key, other = jax.random.split(key)
         which = jax.random.randint(key, patterns.shape[:-1], 0, len(self.masks))
         known = self.masks[which]

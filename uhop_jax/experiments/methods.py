@@ -30,11 +30,7 @@ from uhop_jax.similarity import (
     NegativeSquaredL2,
     Similarity,
 )
-from uhop_jax.stage_one import (
-    fit_sgd,
-    gaussian_start,
-    identity_start,
-)
+from uhop_jax.stage_one import fit_sgd, gaussian_start, identity_start
 from uhop_jax.uhop_plus import fit_annealed
 
 CALIBRATED, BLIND, LIMIT = "calibrated", "blind", "limit"

@@ -27,16 +27,9 @@ from uhop_jax.experiments.methods import (
     Settings,
 )
 from uhop_jax.experiments.rivals import RIVALS
-from uhop_jax.kernels import Identity, Kernel
 from uhop_jax.separation import Polynomial, Softmax
 from uhop_jax.separation.forms import Largest
-from uhop_jax.similarity import (
-    Cosine,
-    Dot,
-    NegativeL1,
-    NegativeL2,
-    NegativeSquaredL2,
-)
+from uhop_jax.similarity import Cosine, Dot, NegativeL1, NegativeL2, NegativeSquaredL2
 
 
 class Protocol(NamedTuple):
@@ -56,16 +49,12 @@ class Protocol(NamedTuple):
 class PositiveL2(NegativeL2):
     """The distance itself as a similarity, which retrieves the farthest memory."""
 
-    kernel: Kernel = Identity()
-
     def _compare(self, keys, state, restrict) -> Array:
         return -super()._compare(keys, state, restrict)
 
 
 class PositiveL1(NegativeL1):
     """The distance itself as a similarity, which retrieves the farthest memory."""
-
-    kernel: Kernel = Identity()
 
     def _compare(self, keys, state, restrict) -> Array:
         return -super()._compare(keys, state, restrict)

@@ -41,17 +41,6 @@ WIDTHS = (3e-4, 30.0, 18)  # of regression, as `sharpness` in `beta_grid`
 class UnitNorm(Kernel):
     """The feature map `u / |u|`, of patterns whose components are all observed."""
 
-    @property
-    def dimension(self) -> None:
-        return None
-
-    @property
-    def set_axes(self) -> int:
-        return 0
-
-    def memory_features(self, memories, observed=None):
-        return self.query_features(memories, observed)
-
     def query_features(self, query, observed=None):
         assert observed is None
         return Cosine().state(query)
@@ -69,16 +58,11 @@ def rival_scores(
     corruption: Callable[[PRNGKeyArray, Array], Any],
     timed: Any,
 ) -> dict[str, tuple[str, dict[str, float]]]:
-    """Setting and scores of each rival, after one update.
+    """Setting and scores of each rival among `names`, after one update.
 
-    Args:
-      names: some of `RIVALS`.
-      key: random key, for the pairs that A-Hop learns from.
-      memories: stored patterns `(M, d)`.
-      query: corrupted patterns `(Q, d)`.
-      target: the memory of each query.
-      corruption: how the queries were made; labelled pairs are made so too.
-      timed: calls a function and keeps its time under a name.
+    The key is for the pairs that A-Hop learns from; labelled pairs are made by the
+    corruption that made the queries `(Q, d)` of the memories `target` among `(M, d)`.
+    `timed` calls a function and keeps its time under a name.
     """
     about = memories, query, jnp.asarray(target)
     scores: dict[str, tuple[str, dict[str, float]]] = {}

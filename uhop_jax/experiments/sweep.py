@@ -24,12 +24,7 @@ from uhop_jax.experiments.cells import (
     load_patterns,
     patterns_read,
 )
-from uhop_jax.experiments.protocols import (
-    check,
-    meaning,
-    protocol_of,
-    resolve,
-)
+from uhop_jax.experiments.protocols import check, meaning, protocol_of, resolve
 from uhop_jax.plotting import Comparison, Panel
 from uhop_jax.progress import Progress
 from uhop_jax.workdir import claimed, read_table, write_file, write_table
@@ -70,12 +65,7 @@ ABOUT = {
     "setting": str,
     "run": int,
 }
-SCORES = {
-    "beta": float,
-    "error": float,
-    "top1": float,
-    "exact": float,
-}
+SCORES = {"beta": float, "error": float, "top1": float, "exact": float}
 SEPARATION = {"loss": float, "delta_min": float}
 
 

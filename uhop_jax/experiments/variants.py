@@ -22,9 +22,7 @@ from uhop_jax.similarity import Dot
 from uhop_jax.stage_one import Fitted, fit_sgd, gaussian_start, identity_start
 from uhop_jax.theory import effective_memories
 
-# --------------------------------------------------------------------------------------
 # Error against the number of Stage I steps (stage_one, losses)
-# --------------------------------------------------------------------------------------
 
 
 def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
@@ -57,9 +55,7 @@ def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     return parts
 
 
-# --------------------------------------------------------------------------------------
 # Error against beta
-# --------------------------------------------------------------------------------------
 
 
 def temperature_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
@@ -130,9 +126,7 @@ def temperature_report(rows: Sequence[Mapping[str, Any]]) -> str:
     return records.aligned(lines)
 
 
-# --------------------------------------------------------------------------------------
 # Loss against error
-# --------------------------------------------------------------------------------------
 
 
 def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
@@ -231,9 +225,7 @@ def scatter_report(rows: Sequence[Mapping[str, Any]]) -> str:
     return "separation loss against error\n" + records.aligned(lines)
 
 
-# --------------------------------------------------------------------------------------
 # Metastable states
-# --------------------------------------------------------------------------------------
 
 
 def metastability_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:

@@ -23,11 +23,7 @@ from uhop_jax._checks import (
 from uhop_jax.layers.attention import check_attention, dropout_key, flax_dropped
 from uhop_jax.layers.blocks import DEFAULT_BLOCK, associate_blocks
 from uhop_jax.layers.dropout import dropped
-from uhop_jax.layers.learned import (
-    BiasPattern,
-    with_array_leaves,
-    with_hashable_leaves,
-)
+from uhop_jax.layers.learned import BiasPattern, with_array_leaves, with_hashable_leaves
 from uhop_jax.layers.masks import attention_mask, check_where, extended_mask
 from uhop_jax.layers.readout import read_out
 from uhop_jax.layers.recall import Recall, recall_of_heads, with_own

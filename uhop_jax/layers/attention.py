@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 def check_attention(
     query: Array, key: Array, value: Array, *, may_be_empty: bool
 ) -> None:
-    """Refuses shapes that do not fit, and no key unless keys may be empty.
-
-    Raises:
-      ValueError: if shapes do not fit.
-    """
+    """Refuses shapes that do not fit, and no key unless keys may be empty."""
     if min(x.ndim for x in (query, key, value)) < 3:
         raise ValueError(
             "query must have shape (..., L, heads, d), key and value alike, got "
@@ -42,13 +38,7 @@ def check_attention(
 def dropout_key(
     association: "Association", key: Array | None, rate: float, module: Any
 ) -> Array | None:
-    """The key of a call that has dropout, else None.
-
-    Args:
-      association: the association that is called.
-      key: as given to the call, or None.
-      rate: share of the weights that is dropped; 0 without dropout.
-      module: sows the weights; or None.
+    """The key of a call that has dropout, else None; `module` sows the weights.
 
     Raises:
       ValueError: if rate or key are wrong, there is dropout and no key, or the
@@ -81,13 +71,10 @@ def dropout_key(
 def flax_dropped(
     weights: Array, rate: float, key: Array | None, broadcast: bool
 ) -> Array:
-    """Dropout as `nnx.dot_product_attention` has it, the masks included.
+    """Dropout of `(*batch, heads, L, S)` as in `nnx.dot_product_attention`.
 
-    Args:
-      weights: `(*batch, heads, L, S)`.
-      rate: share of the weights that is dropped.
-      key: key of `jax.random`; None leaves the weights as they are.
-      broadcast: whether all heads and entries of the batch share a mask.
+    The masks are the same; with `broadcast` all heads and entries of the batch share
+    one. Without a key the weights stay as they are.
     """
     if key is None:
         return weights

@@ -20,6 +20,7 @@ from uhop_jax.layers.features import (
     LinearFeatures,
     SeparationFeatures,
     SeparationRecord,
+    applied,
     as_kernel,
 )
 from uhop_jax.layers.inputs import IndexedMemories, Inputs, Sizes, as_inputs, as_rows
@@ -232,13 +233,9 @@ class Layer(nnx.Module):
 
     def _normalized(self, inputs: Inputs) -> tuple[Array, Array]:
         """States and memories after the norms."""
-        state, memories = inputs.state, inputs.memories
-        assert not isinstance(memories, IndexedMemories)
-        if self.norm_state is not None:
-            state = self.norm_state(state)
-        if self.norm_memory is not None:
-            memories = self.norm_memory(memories)
-        return state, memories
+        memories: Any = inputs.memories
+        state = applied(self.norm_state, inputs.state)
+        return state, applied(self.norm_memory, memories)
 
     def _associated(
         self, arguments: tuple[Any, ...], key: Array | None, energies: bool
@@ -285,9 +282,7 @@ class Layer(nnx.Module):
             mask,
             spare=None if made is None else first_seen(mask),
         )
-        state = inputs.state
-        if self.norm_state is not None:
-            state = self.norm_state(state)
+        state = applied(self.norm_state, inputs.state)
         output = self.association.associate_blocks(
             self._queries(self._mapped_state(state), inputs.batch),
             stored,
@@ -327,7 +322,7 @@ class Layer(nnx.Module):
 
     def _mapped_state(self, state: Array) -> Array:
         """Features of states, from states after the norm."""
-        return state if self.kernel is None else self.kernel(state)
+        return applied(self.kernel, state)
 
     def _mapped(
         self, memories: Array, raw: Any, values: Array | None
@@ -339,7 +334,7 @@ class Layer(nnx.Module):
         read = memories if values is None else values
         if self.norm_value is not None:  # memories are not normalised twice
             read = self.norm_value(raw if values is None else values)
-        return memories if self.kernel is None else self.kernel(memories), read
+        return applied(self.kernel, memories), read
 
     # A subclass implements the following.
 
@@ -369,16 +364,9 @@ class Layer(nnx.Module):
         key: Array | None,
         energies: bool,
     ) -> Recall:
-        """The recall of a call.
+        """The recall, from features of states and memories; see `_mapped` for `read`.
 
-        Args:
-          state: features of the states.
-          mapped: features of the memories.
-          memories: the memories themselves.
-          read: the rows that are read out, in place of the memories.
-          inputs: the arguments of the call.
-          key: for dropout, or None.
-          energies: whether the result has energies.
+        The key is for dropout; `inputs` are the arguments of the call.
         """
         raise NotImplementedError
 
@@ -394,6 +382,6 @@ class _KeysAndValues:
         memories, values = rows
         layer = nnx.merge(self.graphdef, parameters)
         raw = memories if made is None else made(index)
-        memories = raw if layer.norm_memory is None else layer.norm_memory(raw)
+        memories = applied(layer.norm_memory, raw)
         features, read = layer._mapped(memories, raw, values)
         return layer._stored(features, memories, read)

@@ -65,20 +65,11 @@ def associate_blocks(
     dropout: tuple[float, Array] | None,
     axis: str | None,
 ) -> Float[Array, "B L heads v"]:
-    """What the states of all bags retrieve.
+    """What the states of all bags retrieve, see `Association.associate_blocks`.
 
-    Args:
-      separation: its numbers have shape `(heads,)` or none.
-      beta: inverse temperature.
-      query: states of all bags.
-      stored: memories of all bags.
-      lengths: number of memories of each bag; None if all bags have the same number.
-      entries: number of entries of the batch whose states are behind one another in
-        `L`, since they share a bag.
-      steps: number of updates.
-      block: number of memories in a block.
-      dropout: rate, and a key of `jax.random`; or None.
-      axis: mesh axis of `jax.shard_map` over which each bag is split; or None.
+    Numbers of the separation have shape `(heads,)` or none. The states of `entries`
+    entries of the batch are behind one another in `L`, since they share a bag.
+    `dropout` is a rate and a key of `jax.random`.
     """
     form = separation.form
     for name, given in (("lengths", lengths), ("axis_name", axis)):

@@ -87,12 +87,7 @@ class HopfieldLayer(nnx.Module):
     """
 
     def __init__(
-        self,
-        layer: Layer,
-        quantity: int,
-        *,
-        learn_values: bool = False,
-        rngs: nnx.Rngs,
+        self, layer: Layer, quantity: int, *, learn_values: bool = False, rngs: nnx.Rngs
     ):
         check_count("quantity", quantity, 1)
         _check_layer(layer, rngs)
@@ -106,19 +101,13 @@ class HopfieldLayer(nnx.Module):
             self.targets = _patterns((quantity, size), layer, rngs)
 
     def __call__(
-        self,
-        state: Float[Array, "*batch L state_size"],
-        *,
-        key: Array | None = None,
+        self, state: Float[Array, "*batch L state_size"], *, key: Array | None = None
     ) -> Float[Array, "*batch L out"]:
         """One output for each state; arguments as in `Hopfield`."""
         return self.layer(state, *self._stored(), key=key)
 
     def associate(
-        self,
-        state: Float[Array, "*batch L state_size"],
-        *,
-        key: Array | None = None,
+        self, state: Float[Array, "*batch L state_size"], *, key: Array | None = None
     ) -> Recall:
         """As `__call__`, with weights, energies and convergence beside the output."""
         return self.layer.associate(state, *self._stored(), key=key)

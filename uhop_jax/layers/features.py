@@ -143,12 +143,11 @@ class ResidualFeatures(nnx.Module):
     layer with one has no function that a layer without one lacks. This kernel is not
     linear. At the start `W_2` is zero, and the layer equals one without a kernel.
 
+    All other arguments are those of `LinearFeatures`.
+
     Args:
       size: dimension of patterns and features.
       hidden_size: of the hidden layer; `2 * size` by default.
-      dtype: of the computation; None follows inputs and parameters.
-      param_dtype: of the parameters.
-      rngs: for the random start of `W_1`.
 
     Raises:
       ValueError: if an argument has the wrong type.
@@ -165,23 +164,22 @@ class ResidualFeatures(nnx.Module):
     ):
         check_count("size", size, 1)
         check_sizes(hidden_size=hidden_size)
-        check_rngs(rngs)
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
-        hidden = LinearFeatures(
-            size,
-            hidden_size or 2 * size,
-            start="random",
-            use_bias=True,
-            rngs=rngs,
-            **options,
+        options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        hidden_size = hidden_size or 2 * size
+        self.hidden = LinearFeatures(
+            size, hidden_size, start="random", use_bias=True, **options
         )
-        self.hidden = hidden
-        self.change = LinearFeatures(hidden.feature_size, size, rngs=rngs, **options)
+        self.change = LinearFeatures(hidden_size, size, **options)
         self.change.weights[...] = jnp.zeros_like(self.change.weights[...])
 
     def __call__(self, patterns: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         """Features, one vector for each pattern."""
         return patterns + self.change(jax.nn.gelu(self.hidden(patterns)))
+
+
+def applied(module: Any, x: Array) -> Array:
+    """`module(x)`; `x` itself without a module."""
+    return x if module is None else module(x)
 
 
 def modules_of(module: nnx.Module) -> list[Any]:

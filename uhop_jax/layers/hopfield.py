@@ -11,7 +11,7 @@ from jaxtyping import Array
 from uhop_jax._checks import check_count, check_sizes, surely_less
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.base import Kernel, Layer
-from uhop_jax.layers.features import feature_size
+from uhop_jax.layers.features import applied, feature_size
 from uhop_jax.layers.inputs import Inputs, Sizes
 from uhop_jax.layers.projections import Initializer, Projections
 
@@ -147,7 +147,7 @@ class Hopfield(Layer):
             read = maps.value(read)
         recall = association.associate(
             self._queries(state, inputs.batch),
-            maps.normalized_keys(keys),
+            applied(maps.norm_key, keys),
             read,
             where=inputs.where,
             key=key,
@@ -186,7 +186,8 @@ class Hopfield(Layer):
         return keys if self.kernel is None else self.projections.key(memories)
 
     def _queries(self, state, batch):
-        query = self.projections.normalized_queries(self.projections.query(state))
+        maps = self.projections
+        query = applied(maps.norm_query, maps.query(state))
         return jnp.broadcast_to(query, (*batch, *query.shape[-3:]))
 
     def _stored(self, mapped, memories, read):
@@ -194,7 +195,7 @@ class Hopfield(Layer):
         keys = maps.key(mapped)
         if self.sizes.value is None:
             read = self._projected(keys, memories)
-        return maps.normalized_keys(keys), maps.value(read)
+        return applied(maps.norm_key, keys), maps.value(read)
 
     def _outputs(self, heads):
         return self.projections.output(heads)

@@ -90,18 +90,11 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arrays that a layer takes.
-
-    Attributes:
-      state: dimension of states.
-      memory: dimension of memories.
-      value: dimension of values; None if a layer takes none.
-      heads: number of heads.
-    """
+    """Dimensions of the arrays that a layer takes, and its number of heads."""
 
     state: int
     memory: int
-    value: int | None
+    value: int | None  # None if a layer takes no values
     heads: int
 
 
@@ -115,16 +108,7 @@ def as_inputs(
     *,
     may_be_empty: bool,
 ) -> Inputs:
-    """Checks the arguments of a layer's call, which `Hopfield` documents.
-
-    Args:
-      sizes: sizes of the layer.
-      state: states.
-      memories: memories; None stands for the states.
-      values: values, or None.
-      mask: mask of memories, or None.
-      association_mask: mask of pairs, or None.
-      may_be_empty: whether there may be no memory.
+    """Checks the arguments of a layer's call, see `Layer`.
 
     Raises:
       ValueError: if shapes do not fit, or a mask is not boolean.
@@ -170,13 +154,9 @@ def as_rows(
 ) -> Inputs:
     """As `as_inputs`, for bags one behind another or memories of an index.
 
-    Args:
-      sizes: sizes of the layer.
-      state: states.
-      memories: `(S, memory_size)`, or `IndexedMemories`.
-      values: `(S, value_size)`, or None.
-      mask: `(S,)`, or None.
-      lengths: `(bags,)` integers; None is one bag, which all states share.
+    Memories are `(S, memory_size)` or `IndexedMemories`, values `(S, value_size)`, the
+    mask `(S,)`. Lengths are `(bags,)` integers; None is one bag, which all states
+    share.
 
     Raises:
       ValueError: as `as_inputs`; or if the lengths are negative or exceed `S`.

@@ -109,12 +109,10 @@ def attention_mask(
 def mask_rows(
     where: Bool[Array, "*batch h L S"] | None, shared: bool = False
 ) -> Bool[Array, "..."] | None:
-    """The mask with the axis of memories in front, then heads and states.
+    """The mask of weights with the axis of memories in front, then heads and states.
 
-    Args:
-      where: mask of the weights, or None.
-      shared: whether all entries of the batch share the memories: `(S, h, *batch L)`,
-        else `(*batch S, h, L)`.
+    It is `(S, h, *batch L)` if all entries of the batch share the memories, else
+    `(*batch S, h, L)`.
     """
     if where is None:
         return None

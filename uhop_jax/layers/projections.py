@@ -61,14 +61,6 @@ class Projections(nnx.Module):
         if out_size:
             self.out = nnx.LinearGeneral(values, out_size, axis=(-2, -1), **options)
 
-    def normalized_queries(self, query: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Queries after the LayerNorm of each head, if there is one."""
-        return query if self.norm_query is None else self.norm_query(query)
-
-    def normalized_keys(self, keys: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Keys after the LayerNorm of each head, if there is one."""
-        return keys if self.norm_key is None else self.norm_key(keys)
-
     def pulled_back(
         self, query: Float[Array, "*states L heads d"]
     ) -> Float[Array, "*states L heads size"]:

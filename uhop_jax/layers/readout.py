@@ -26,8 +26,8 @@ def read_out(
       patterns: queries, keys and values.
       ridge: of `local_linear`; None reads out the mean of the values.
       masked: whether some queries may not see some memories, which may be NaN.
-      whole: whether weights sum to one.
-      shared: whether all heads share keys and values, which then lack their axis.
+      whole: whether weights sum to one, see `local_linear`.
+      shared: whether keys and values lack the axis of heads.
     """
     query, keys, values = patterns
     if masked:  # a weight of zero times NaN is not zero

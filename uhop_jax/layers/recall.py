@@ -55,13 +55,9 @@ def recall_of_heads(
 ) -> Recall:
     """Retrieval of each head; arrays have an axis of heads before and after.
 
-    Args:
-      separation: its numbers have shape `(heads,)` or none.
-      arrays: queries `(..., L, heads, d)`, keys, values, `beta` and mask.
-      steps: number of updates.
-      until_converged: whether the updates end when the state has converged.
-      energies: whether the result has energies.
-      shared: whether all heads share keys and values, which then lack their axis.
+    Numbers of the separation have shape `(heads,)` or none. The arrays are queries
+    `(..., L, heads, d)`, keys, values, `beta` and mask; all other arguments are those
+    of `Association` and its `associate`.
     """
     query, keys, values, beta, where = arrays
     numbers, structure = jax.tree.flatten(separation)

@@ -9,7 +9,7 @@ from flax import nnx
 from uhop_jax._checks import check_count, check_sizes
 from uhop_jax.layers.association import Association
 from uhop_jax.layers.base import Kernel, Layer
-from uhop_jax.layers.features import feature_size
+from uhop_jax.layers.features import applied, feature_size
 from uhop_jax.layers.inputs import Sizes
 from uhop_jax.layers.recall import map_head_axis
 
@@ -17,16 +17,13 @@ from uhop_jax.layers.recall import map_head_axis
 class StaticHopfield(Layer):
     """One head without projections: the functional core as a layer.
 
+    All other arguments are those of `Hopfield`.
+
     Args:
       size: dimension of states and memories.
-      association: as in `Hopfield`.
       value_size: dimension of separate values; `size` by default.
       normalize: which LayerNorms there are: of `state`, `memory` and `value`, as they
         come in; and of `pattern`, states and memories after the kernel.
-      kernel: as in `Hopfield`.
-      dtype: of norms and kernel; None follows inputs and parameters.
-      param_dtype: of the parameters.
-      rngs: for the start values.
 
     Raises:
       ValueError: as `Hopfield`.
@@ -77,14 +74,12 @@ class StaticHopfield(Layer):
         return map_head_axis(recall, jnp.squeeze)
 
     def _queries(self, state, batch):
-        query = state[..., None, :]
-        query = query if self.norm_query is None else self.norm_query(query)
+        query = applied(self.norm_query, state[..., None, :])
         return jnp.broadcast_to(query, (*batch, *query.shape[-3:]))
 
     def _stored(self, mapped, memories, read):
         del memories
-        keys, read = mapped[..., None, :], read[..., None, :]
-        return keys if self.norm_key is None else self.norm_key(keys), read
+        return applied(self.norm_key, mapped[..., None, :]), read[..., None, :]
 
     def _outputs(self, heads):
         return heads.squeeze(-2)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import working_dtype
 from uhop_jax._fast import kept_at
+from uhop_jax._products import product
 from uhop_jax._pytree import pytree
 from uhop_jax.layers.masks import mask_rows, zero_unless
 from uhop_jax.streaming._tiles import QueryModel, Tile, add_rows
@@ -228,14 +228,14 @@ class HeadTile(Tile):
     def compare(self, model: QueryModel, keys: Any, y: Array) -> Array:
         """Overlaps `(heads, L, T)`."""
         states = y.reshape(keys[0].shape[1], -1, y.shape[-1])
-        return _product("hld,thd->hlt", states, keys[0])
+        return product("hld,thd->hlt", states.astype(keys[0].dtype), keys[0])
 
     def weigh(self, weights: Array, keys: Any, update: bool) -> Array:
         read = keys[0] if update else keys[1]
         if self.dropout is not None and not update:
             weights = self._kept(weights, self.dropout)
         weights = weights.reshape(read.shape[1], -1, weights.shape[-1])
-        out = _product("hlt,thv->hlv", weights, read)
+        out = product("hlt,thv->hlv", weights.astype(read.dtype), read)
         return out.reshape(-1, out.shape[-1])
 
     def _kept(self, weights: Array, drop: Dropout) -> Array:
@@ -256,14 +256,3 @@ class HeadTile(Tile):
             lambda x, part: add_rows(x, part, self.start), rows, parts[1]
         )
         return numbers, rows, own
-
-
-def _product(equation: str, a: Array, b: Array) -> Array:
-    """The product, summed in at least float32, of operands in the dtype of `b`."""
-    return jnp.einsum(
-        equation,
-        a.astype(b.dtype),
-        b,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=working_dtype(b),
-    )

@@ -32,15 +32,10 @@ OPTIONS = {
 
 
 class _Entry(NamedTuple):
-    """Place of an entry of a state dict in a module.
-
-    Attributes:
-      shape: of the entry.
-      write: sets the parameters of the module from the entry.
-    """
+    """Place of an entry of a state dict in a module."""
 
     shape: tuple[int, ...]
-    write: Callable[[np.ndarray], None]
+    write: Callable[[np.ndarray], None]  # sets the parameters from the entry
 
 
 def from_torch(module: T, state_dict: Mapping[str, Any], *, epsilon: float = 1e-5) -> T:
@@ -155,10 +150,8 @@ def _hint(name: str) -> str:
 def _rows(*parts: tuple[Any, int | None]) -> Callable[[np.ndarray], None]:
     """Writes the rows of an entry to parameters, one after another.
 
-    Args:
-      *parts: parameters, each with the number of inputs of its linear map, whose
-        matrix PyTorch stores as `(outputs, inputs)`; None is a vector, or an array as
-        it is.
+    Each parameter comes with the number of inputs of its linear map, whose matrix
+    PyTorch stores as `(outputs, inputs)`; None is a vector, or an array as it is.
     """
 
     def write(array: np.ndarray) -> None:
@@ -197,14 +190,9 @@ def _add_projections(
     given: Mapping[str, np.ndarray],
     prefix: str = "",
 ) -> None:
-    """Adds the entries of the linear maps, and of a bias pattern.
+    """Adds the entries of the linear maps, and of a bias pattern, to `entries`.
 
-    Args:
-      entries: to add to.
-      maps: has the linear maps `query`, `key`, `value` and `out`.
-      association: has the bias pattern.
-      given: the state dict; it decides whether the three matrices are one entry.
-      prefix: of names.
+    The state dict that is given decides whether three matrices are one entry.
     """
     value_size = math.prod(maps.value.kernel.shape[:-2])
     three = [
@@ -240,12 +228,7 @@ def _add_hopfield(
     given: dict[str, np.ndarray],
     epsilon: float,
 ) -> None:
-    """Adds the entries of a layer, and sets the epsilon of its norms.
-
-    Raises:
-      ValueError: if the layer has no projections, or a bias pattern that its
-        counterpart does not use.
-    """
+    """Adds the entries of a layer, and sets the epsilon of its norms."""
     if not isinstance(layer, Hopfield):
         raise ValueError(
             "layer must be a Hopfield, whose projections have weights, got "

@@ -14,40 +14,30 @@ from numpy.lib.stride_tricks import sliding_window_view
 from uhop_jax._checks import check_count
 from uhop_jax.data import Windows
 
-Forecast = Callable[[Float[np.ndarray, "B L D"]], Float[np.ndarray, "B H D"]]
+Inputs = Float[np.ndarray, "B L D"]
+Ahead = Float[np.ndarray, "B H D"]
+Forecast = Callable[[Inputs], Ahead]
 
 RIDGE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class LastValue:
-    """Repeats the last value.
-
-    Attributes:
-      out_len: steps of the forecast, `H`.
-    """
+    """Repeats the last value for `out_len` steps."""
 
     out_len: int
 
-    def __call__(
-        self, inputs: Float[np.ndarray, "B L D"]
-    ) -> Float[np.ndarray, "B H D"]:
+    def __call__(self, inputs: Inputs) -> Ahead:
         return np.repeat(inputs[:, -1:], self.out_len, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowMean:
-    """Repeats the mean of the input.
-
-    Attributes:
-      out_len: steps of the forecast, `H`.
-    """
+    """Repeats the mean of the input for `out_len` steps."""
 
     out_len: int
 
-    def __call__(
-        self, inputs: Float[np.ndarray, "B L D"]
-    ) -> Float[np.ndarray, "B H D"]:
+    def __call__(self, inputs: Inputs) -> Ahead:
         return np.repeat(inputs.mean(1, keepdims=True), self.out_len, axis=1)
 
 
@@ -64,9 +54,7 @@ class Seasonal:
     out_len: int
     period: int
 
-    def __call__(
-        self, inputs: Float[np.ndarray, "B L D"]
-    ) -> Float[np.ndarray, "B H D"]:
+    def __call__(self, inputs: Inputs) -> Ahead:
         check_count("period", self.period, 1, inputs.shape[1])
         index = np.arange(self.out_len) % self.period - self.period
         return inputs[:, index]
@@ -82,9 +70,7 @@ class Linear:
 
     weights: Float[np.ndarray, "L H"]
 
-    def __call__(
-        self, inputs: Float[np.ndarray, "B L D"]
-    ) -> Float[np.ndarray, "B H D"]:
+    def __call__(self, inputs: Inputs) -> Ahead:
         last = inputs[:, -1:]
         size, in_len, columns = inputs.shape
         rows = np.swapaxes(inputs - last, 1, 2).reshape(-1, in_len)  # one product

@@ -43,10 +43,9 @@ class SequenceModel(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        for name, number in (("vocabulary", vocabulary), ("length", length)):
+        counts = dict(vocabulary=vocabulary, length=length, size=size, depth=depth)
+        for name, number in counts.items():
             check_count(name, number, 1)
-        check_count("size", size, 1)
-        check_count("depth", depth, 1)
         check_floating("param_dtype", param_dtype)
         check_rngs(rngs)
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}

@@ -7,7 +7,6 @@ patterns. The preset `paper` is the model as the paper describes it. The preset
 comparison.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -93,16 +92,9 @@ class STanHop(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        for name, count in (
-            ("series", series),
-            ("in_len", in_len),
-            ("out_len", out_len),
-            ("segment", segment),
-            ("scales", scales),
-            ("merge", merge),
-            ("mlp_size", mlp_size),
-            ("pooled", pooled),
-        ):
+        counts = dict(series=series, in_len=in_len, out_len=out_len, segment=segment)
+        counts |= dict(scales=scales, merge=merge, mlp_size=mlp_size, pooled=pooled)
+        for name, count in counts.items():
             check_count(name, count, 1)
         check_choice("preset", preset, PRESETS)
         check_rngs(rngs)
@@ -110,8 +102,8 @@ class STanHop(nnx.Module):
         self.sizes = (series, in_len, out_len)
         self.segment, self.residual_mean = segment, residual_mean
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        build = functools.partial(
-            Builder,
+        layers = Builder(
+            size=size,
             options={
                 "num_heads": num_heads,
                 "kernel": kernel,
@@ -124,8 +116,8 @@ class STanHop(nnx.Module):
             alpha_start=alpha_start,
             alpha_per_head=alpha_per_head,
             released=preset == "released",
+            rngs=rngs,
         )
-        layers = build(size=size, rngs=rngs)
         per_position = pool_queries == "position" and preset == "paper"
 
         def block(segments: int) -> Block:

@@ -1,5 +1,6 @@
 """Parts of STanHop: blocks over scales and series, merging, the decoder's layers."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,35 +17,28 @@ from uhop_jax.layers import (
     LearnedAlpha,
     dropped,
 )
-from uhop_jax.separation import Entmax
+from uhop_jax.separation import Entmax, Separation
 
 EPSILON = 1e-5  # in every LayerNorm
 
 
+@dataclasses.dataclass(kw_only=True)
 class Builder:
     """Builds the layers of a model, all with the model's options."""
 
-    def __init__(
-        self,
-        *,
-        size,
-        options,
-        dropout,
-        separation,
-        alpha_start,
-        alpha_per_head,
-        released,
-        rngs,
-    ):
-        self.size, self.options, self.released, self.rngs = (
-            size,
-            options,
-            released,
-            rngs,
-        )
-        self.dropout, self.separation = dropout, separation
-        self.alpha_start, self.alpha_per_head = alpha_start, alpha_per_head
-        self.dtypes = {name: options[name] for name in ("dtype", "param_dtype")}
+    size: int
+    options: dict[str, Any]
+    dropout: float
+    separation: Separation | str | None
+    alpha_start: float | None
+    alpha_per_head: bool
+    released: bool
+    rngs: nnx.Rngs
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """The dtypes among the options."""
+        return {name: self.options[name] for name in ("dtype", "param_dtype")}
 
     def norm(self, size: int | None = None) -> nnx.LayerNorm:
         return nnx.LayerNorm(
@@ -77,7 +71,7 @@ class Builder:
 
     def _layer(self) -> Hopfield:
         """A layer with an association of its own."""
-        separation = self.separation
+        separation: Any = self.separation
         if separation is None:
             heads = self.options["num_heads"]
             start = Entmax(np.full(heads, 1.5) if self.alpha_per_head else 1.5)

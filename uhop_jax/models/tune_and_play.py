@@ -66,10 +66,7 @@ class TuneAndPlay(nnx.Module):
         self.gate = nnx.Param(jnp.zeros(()))
 
     def __call__(
-        self,
-        inputs: Float[Array, "*batch in_len series"],
-        *,
-        key: Array | None = None,
+        self, inputs: Float[Array, "*batch in_len series"], *, key: Array | None = None
     ) -> Float[Array, "*batch out_len series"]:
         """The forecast of the backbone, with the hint; no dropout without a key."""
         retrieved = self.pseudo_labels(inputs)

@@ -38,14 +38,7 @@ def _association() -> Association:
 class Patches(nnx.Module):
     """Tokens of an image: one for each patch, and a separate class token.
 
-    Args:
-      image_shape: `(height, width, channels)`.
-      patch: side of a patch in pixels; it must divide height and width.
-      size: dimension of tokens.
-      positions: add a learned position to each token.
-      dtype: of the computation.
-      param_dtype: of the parameters.
-      rngs: for the start values.
+    Arguments are those of `ViH`; the patch must divide height and width.
 
     Raises:
       ValueError: if the patch does not divide the image.
@@ -184,22 +177,15 @@ class ViH(nnx.Module):
 class VisionHopfield(nnx.Module):
     """A pre-norm transformer of Hopfield layers [app:cls], three of them by default.
 
+    All other arguments are those of `ViH`.
+
     Args:
-      image_shape: `(height, width, channels)`.
-      classes: number of classes.
-      patch: side of a patch in pixels.
-      size: dimension of tokens.
       depth: number of blocks.
       num_heads: heads of each block.
       mlp_size: hidden width of the MLPs; `4 * size` by default.
-      positions: add a learned position to each token.
       association: makes the association of each block; by default a tenth of the
         weights is dropped.
       mlp_dropout: rate of dropout on the hidden layer and the output of the MLPs.
-      dtype: of the computation.
-      param_dtype: of the parameters.
-      rngs: for the start values.
-      **options: further options of `Hopfield`.
 
     Raises:
       ValueError: if sizes do not fit.

@@ -11,13 +11,7 @@ from jaxtyping import Array
 
 from uhop_jax._checks import surely_less
 from uhop_jax._pytree import varying_alike
-from uhop_jax.separation._root import (
-    Power,
-    exp_and_slope,
-    root,
-    run_time_power,
-    switch,
-)
+from uhop_jax.separation._root import Power, exp_and_slope, root, run_time_power, switch
 from uhop_jax.separation._steep import steep_sums, steep_weights
 
 # Rows of at least this length: the maxima of blocks of the row first bound the root.
@@ -29,10 +23,8 @@ _BLOCKS = 256
 def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     """Weights of `alpha`-entmax over the last axis, in the shape and dtype of `z`.
 
-    Args:
-      z: overlaps `(..., M)`, `-inf` at masked entries.
-      alpha: at least 1; broadcasts against `z`. NaN gives NaN.
-      power: the arithmetic; None chooses it at run time by the values of `alpha`.
+    Masked overlaps are `-inf`; an `alpha` of NaN gives NaN. Without a `power` the
+    arithmetic is chosen at run time by the values of `alpha`.
     """
     z, e = varying_alike((z, (alpha - 1).astype(z.dtype)))
     if z.shape[-1] == 0:
@@ -56,9 +48,7 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     if power is None or power is Power.GENERAL:
         steep = e > 1
         p = lax.cond(
-            jnp.any(steep),
-            lambda: jnp.where(steep, steep_weights(z, e), p),
-            lambda: p,
+            jnp.any(steep), lambda: jnp.where(steep, steep_weights(z, e), p), lambda: p
         )
     return jnp.where(jnp.isnan(e) | jnp.isnan(top), jnp.nan, p)
 

@@ -8,11 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from uhop_jax._fast import from_ordered, ordered_bits
-from uhop_jax.separation._root import (
-    MAX_STEPS,
-    no_steps,
-    tolerance,
-)
+from uhop_jax.separation._root import MAX_STEPS, no_steps, tolerance
 
 
 def steep_support(

@@ -1,6 +1,7 @@
 """The base of all separations: masks, half precision, temperatures and checks."""
 
 import abc
+import functools
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -73,7 +74,7 @@ class Separation(Pytree, abc.ABC):
           ValueError: if a concrete parameter is out of range or does not fit `z`.
         """
         z, dtype = self._prepare(z, where)
-        return _jit_weights(self, z).astype(dtype)
+        return _jitted("_weights", self, z).astype(dtype)
 
     def conjugate(
         self,
@@ -83,9 +84,7 @@ class Separation(Pytree, abc.ABC):
     ) -> Float[Array, "*batch"]:
         """The convex function of each row whose gradient is `__call__`.
 
-        Args:
-          z: overlaps multiplied by the inverse temperature.
-          where: true for valid entries; broadcasts against `z`.
+        Arguments are as in `__call__`.
 
         Returns:
           One value for each row; zero for a row without a valid entry.
@@ -95,7 +94,7 @@ class Separation(Pytree, abc.ABC):
         """
         self._check_conjugate()
         z, dtype = self._prepare(z, where)
-        return _jit_conjugate(self, z).astype(dtype)
+        return _jitted("_conjugate", self, z).astype(dtype)
 
     def tempered(
         self,
@@ -119,7 +118,7 @@ class Separation(Pytree, abc.ABC):
           ValueError: if `beta` is not positive, or as in `__call__`.
         """
         *prepared, dtype = self._prepare_both(overlaps, beta, where)
-        return _jit_tempered(self, *prepared).astype(dtype)
+        return _jitted("_tempered", self, *prepared).astype(dtype)
 
     def tempered_conjugate(
         self,
@@ -130,21 +129,14 @@ class Separation(Pytree, abc.ABC):
     ) -> Float[Array, "*batch"]:
         r"""`conjugate(beta * overlaps) / beta`, :math:`\Psi^\star(\beta, z)`.
 
-        Args:
-          overlaps: finite overlaps.
-          beta: inverse temperature, positive; broadcasts against the leading axes of
-            `overlaps`.
-          where: true for valid entries; broadcasts against `overlaps`.
-
-        Returns:
-          As `conjugate`.
+        Arguments are as in `tempered`, the result as in `conjugate`.
 
         Raises:
           ValueError: if `beta` is not positive, or as in `conjugate`.
         """
         self._check_conjugate()
         *prepared, dtype = self._prepare_both(overlaps, beta, where)
-        return _jit_tempered_conjugate(self, *prepared).astype(dtype)
+        return _jitted("_tempered_conjugate", self, *prepared).astype(dtype)
 
     def margin(self) -> ArrayLike:
         """The least lead of the largest entry at which weights are exactly one-hot.
@@ -253,21 +245,6 @@ def scaled_about(overlaps: Array, top: Array, beta: Array, where: Any) -> Array:
 
 
 # Without `jax.jit` every call would compile the loops again.
-@jax.jit
-def _jit_weights(separation: Separation, z: Array) -> Array:
-    return separation._weights(z)
-
-
-@jax.jit
-def _jit_conjugate(separation: Separation, z: Array) -> Array:
-    return separation._conjugate(z)
-
-
-@jax.jit
-def _jit_tempered(separation: Separation, *prepared: Any) -> Array:
-    return separation._tempered(*prepared)
-
-
-@jax.jit
-def _jit_tempered_conjugate(separation: Separation, *prepared: Any) -> Array:
-    return separation._tempered_conjugate(*prepared)
+@functools.partial(jax.jit, static_argnums=0)
+def _jitted(method: str, separation: Separation, *prepared: Any) -> Array:
+    return getattr(separation, method)(*prepared)

@@ -1,7 +1,7 @@
 """Separations with exact zeros: entmax for every alpha, and sparsemax."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -119,31 +119,38 @@ def bounded_alpha(
     return low + (high - low) * (gap + (1 - 2 * gap) * jax.nn.sigmoid(raw))
 
 
-class Entmax15(Separation):
+class _AtOneAlpha:
+    """Entmax at the one `alpha` of its form, a `Root`, with its arithmetic."""
+
+    shift_invariant: ClassVar[bool] = True
+    form: Any
+
+    def margin(self):
+        """`1 / (alpha - 1)`."""
+        return 1 / (self.form.alpha - 1)
+
+    def _weights(self, z):
+        return entmax_weights(z, self._alpha(z), self.form.power)
+
+    def _conjugate(self, z):
+        return entmax_conjugate(z, self._alpha(z))
+
+    def _alpha(self, z: Array) -> Array:
+        """One `alpha` for all rows of `z`."""
+        return jnp.full((1,) * z.ndim, self.form.alpha, z.dtype)
+
+
+class Entmax15(_AtOneAlpha, Separation):
     r"""Entmax at `alpha = 1.5`, without transcendental functions.
 
     Weights are exactly one-hot if the largest overlap exceeds all other overlaps by at
     least two.
     """
 
-    shift_invariant: ClassVar[bool] = True
-
-    @property
-    def form(self):
-        return Root(1.5, Power.SQUARE)
-
-    def margin(self):
-        """Two."""
-        return 2.0
-
-    def _weights(self, z):
-        return entmax_weights(z, _constant(1.5, z), Power.SQUARE)
-
-    def _conjugate(self, z):
-        return entmax_conjugate(z, _constant(1.5, z))
+    form = Root(1.5, Power.SQUARE)
 
 
-class Sparsemax(Separation):
+class Sparsemax(_AtOneAlpha, Separation):
     r"""Euclidean projection onto the simplex, `alpha = 2` [eqn:sparsemax_exact].
 
     The separation of the sparse Hopfield model (Hu et al. 2023), by the sort-free
@@ -151,23 +158,4 @@ class Sparsemax(Separation):
     exceeds all other overlaps by at least one.
     """
 
-    shift_invariant: ClassVar[bool] = True
-
-    @property
-    def form(self):
-        return Root(2.0, Power.LINEAR)
-
-    def margin(self):
-        """One."""
-        return 1.0
-
-    def _weights(self, z):
-        return entmax_weights(z, _constant(2.0, z), Power.LINEAR)
-
-    def _conjugate(self, z):
-        return entmax_conjugate(z, _constant(2.0, z))
-
-
-def _constant(alpha: float, z: Array) -> Array:
-    """One `alpha` for all rows of `z`."""
-    return jnp.full((1,) * z.ndim, alpha, z.dtype)
+    form = Root(2.0, Power.LINEAR)

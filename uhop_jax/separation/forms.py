@@ -15,21 +15,13 @@ from uhop_jax.separation._root import Power
 
 
 class Exponential(NamedTuple):
-    """Weights `e^z / sum e^z`.
-
-    Attributes:
-      null: whether a null memory, of overlap zero and value zero, is in the sum.
-    """
+    """Weights `e^z / sum e^z`, with `null` over a null memory of overlap zero too."""
 
     null: bool = False
 
 
 class Powers(NamedTuple):
-    """Weights `[z]_+^degree / sum [z]_+^degree`.
-
-    Attributes:
-      degree: the exponent.
-    """
+    """Weights `[z]_+^degree / sum [z]_+^degree`."""
 
     degree: int
 
@@ -47,11 +39,7 @@ class Root(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """Softmax over the `k` largest overlaps.
-
-    Attributes:
-      k: number of memories with a weight.
-    """
+    """Softmax over the `k` largest overlaps."""
 
     k: int
 

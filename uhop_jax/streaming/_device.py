@@ -15,14 +15,7 @@ from uhop_jax._pytree import varying_alike
 from uhop_jax.separation.forms import Largest, Root, Whole
 from uhop_jax.streaming._passes import average, check_values, run_queries, weights_of
 from uhop_jax.streaming._supports import GROUPS
-from uhop_jax.streaming._tiles import (
-    PatternTile,
-    Plan,
-    QueryModel,
-    Tile,
-    across,
-    total,
-)
+from uhop_jax.streaming._tiles import PatternTile, Plan, QueryModel, Tile, across, total
 
 
 class ArraySource(NamedTuple):

@@ -12,12 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from uhop_jax._checks import (
-    as_floating,
-    holdable,
-    is_traced,
-    kind_of,
-)
+from uhop_jax._checks import as_floating, holdable, is_traced, kind_of
 from uhop_jax._files import mapped_array
 from uhop_jax.streaming._device import ArraySource, Window, fold_tiles
 from uhop_jax.streaming._passes import (

@@ -18,35 +18,21 @@ T = TypeVar("T")
 
 
 class Plan(NamedTuple):
-    """Static options of a retrieval.
+    """Static options of a retrieval."""
 
-    Attributes:
-      steps: number of updates.
-      top: number of largest weights to report.
-      tile: memories in a tile.
-      queries: queries in a block.
-      block: memories in a block of the host, or None.
-      dtype: dtype of the result.
-    """
-
-    steps: int
-    top: int
-    tile: int
-    queries: int
-    block: int | None
-    dtype: Any
+    steps: int  # updates
+    top: int  # largest weights to report
+    tile: int  # memories in a tile
+    queries: int  # in a block
+    block: int | None  # memories in a block of the host
+    dtype: Any  # of the result
 
 
 class QueryModel(Model):
-    """A model with parameters `(Q,)`, one for each query of a block.
-
-    Attributes:
-      beta: `(Q,)`.
-      observed: `(Q, d)`, true for known components of the queries, or None.
-    """
+    """A model with parameters `(Q,)`, one for each query of a block."""
 
     beta: Array = dataclasses.field(kw_only=True)
-    observed: Array | None = None
+    observed: Array | None = None  # `(Q, d)`, true for known components
 
     @property
     def per_query(self) -> tuple[Separation, Array, Array | None]:
@@ -80,19 +66,12 @@ class Threshold(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tile(abc.ABC):
-    """Consecutive memories, the first with index `start`.
+    """Consecutive memories."""
 
-    Attributes:
-      parts: arrays of the tile, in which a pass may take derivatives.
-      mask: true for valid memories, `(T,)` or `(Q, T)`; or None.
-      start: index of the first memory.
-      dtype: of keys and of what is read out.
-    """
-
-    parts: Any
-    mask: Array | None
-    start: Array
-    dtype: Any
+    parts: Any  # arrays in which a pass may take derivatives
+    mask: Array | None  # true for valid memories, `(T,)` or `(Q, T)`
+    start: Array  # index of the first memory
+    dtype: Any  # of keys and of what is read out
 
     def overlaps(self, model: QueryModel, y: Array) -> tuple[Any, Array]:
         """Keys, and overlaps `(Q, T)`, `-inf` where masked."""

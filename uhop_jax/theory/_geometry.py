@@ -6,18 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from uhop_jax._checks import (
-    as_floating,
-    check_finite,
-    working_dtype,
-)
-from uhop_jax.kernels import (
-    Centering,
-    Identity,
-    Kernel,
-    LinearKernel,
-    LowRankKernel,
-)
+from uhop_jax._checks import as_floating, check_finite, working_dtype
+from uhop_jax.kernels import Centering, Identity, Kernel, LinearKernel, LowRankKernel
 from uhop_jax.separation import Separation, check_separation
 from uhop_jax.similarity import (
     Cosine,
@@ -37,18 +27,14 @@ _SLOPES: dict[type, float] = {Dot: 1.0, Cosine: 1.0, NegativeSquaredL2: 2.0}
 class Geometry(NamedTuple):
     """Leads and distances among the memories.
 
-    Attributes:
-      keys: `(M, D)`, features of the memories.
-      leads: `(M, M)`, `K(xi_mu, xi_mu) - K(xi_nu, xi_mu)`; infinite on the diagonal and
-        for masked memories.
-      distances: `(M, M)`, distances of the features.
-      radius: scalar, half the smallest distance of two memories.
+    The leads `K(xi_mu, xi_mu) - K(xi_nu, xi_mu)` are infinite on the diagonal and for
+    masked memories.
     """
 
-    keys: Array
-    leads: Array
-    distances: Array
-    radius: Array
+    keys: Array  # `(M, D)`, features of the memories
+    leads: Array  # `(M, M)`
+    distances: Array  # `(M, M)`, of the features
+    radius: Array  # half the smallest distance of two memories
 
 
 @jax.jit
@@ -121,11 +107,7 @@ def checked_memories(
 
 
 def slope_of(similarity: Similarity) -> float:
-    """The slope of `_SLOPES`.
-
-    Raises:
-      ValueError: for other similarities.
-    """
+    """The slope of `_SLOPES`; refuses other similarities."""
     if type(similarity) not in _SLOPES:
         raise ValueError(
             f"no lead in a ball is known for {type(similarity).__name__}, only for "
@@ -135,11 +117,7 @@ def slope_of(similarity: Similarity) -> float:
 
 
 def margin_of(separation: Separation) -> ArrayLike:
-    """The lead, times `beta`, that makes the weights of a separation one-hot.
-
-    Raises:
-      ValueError: if there is no such lead, or `alpha` is not one number.
-    """
+    """The lead, times `beta`, that makes weights one-hot; refuses what has none."""
     check_separation(separation)
     if not separation.has_conjugate:
         raise ValueError(

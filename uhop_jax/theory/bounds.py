@@ -20,12 +20,7 @@ from uhop_jax._checks import (
     wider_dtype,
     working_dtype,
 )
-from uhop_jax.similarity import (
-    Dot,
-    NegativeSquaredL2,
-    Similarity,
-    check_patterns,
-)
+from uhop_jax.similarity import Dot, NegativeSquaredL2, Similarity, check_patterns
 from uhop_jax.theory._geometry import (
     ball_separation,
     checked_memories,

@@ -5,10 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from uhop_jax._checks import (
-    as_scalar,
-    working_dtype,
-)
+from uhop_jax._checks import as_scalar, working_dtype
 from uhop_jax.kernels import LinearKernel, LowRankKernel
 from uhop_jax.model import Model, check_model
 from uhop_jax.similarity import Dot
@@ -25,10 +22,7 @@ from uhop_jax.theory.bounds import pattern_separation
 
 
 def exact_retrieval_slack(
-    model: Model,
-    memories: Float[Array, "M d"],
-    *,
-    distance: ArrayLike = 0.0,
+    model: Model, memories: Float[Array, "M d"], *, distance: ArrayLike = 0.0
 ) -> Float[Array, " M"]:
     r"""Slack of each memory in the condition of exact retrieval [thm:exact].
 

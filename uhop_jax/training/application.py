@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from uhop_jax import plotting
 from uhop_jax._checks import check_count, check_positive, check_seed
 from uhop_jax.contrastive import stage_one_loss
-from uhop_jax.training.arms import arm_of
+from uhop_jax.training.arms import Arm, arm_of, features_of
 from uhop_jax.training.cells import AnyCell, directory_name
 from uhop_jax.training.judging import Goal
 from uhop_jax.training.steps import Trainer
@@ -96,9 +96,15 @@ class Application(abc.ABC):
             return self.workdir
         return self.workdir / directory_name(cell)
 
-    @abc.abstractmethod
     def read(self, cell: AnyCell) -> dict[str, Any]:
         """Data that the run of a cell reads, by name, see `uhop_jax.workdir.check`."""
+        del cell
+        return self.read_by_all
+
+    @functools.cached_property
+    def read_by_all(self) -> dict[str, Any]:
+        """Data that the run of every cell reads, by name."""
+        return {}
 
     def seeds(self, cell: AnyCell) -> tuple[int, ...]:
         """Seeds that are trained side by side in a cell."""
@@ -169,28 +175,39 @@ def parameters_of(build: Callable[[nnx.Rngs], nnx.Module]) -> int:
     return number_of_parameters(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
 
 
-def with_matched_size(
-    build: Callable[[int, bool, nnx.Rngs], nnx.Module],
+def model_of(
+    arm: Arm,
+    build: Callable[..., nnx.Module],
     size: int,
     step: int,
     *,
-    matched: bool,
-    kernel: bool,
+    start: str,
+    dtype: Any,
+    width: int = 0,
 ) -> Callable[[nnx.Rngs], nnx.Module]:
     """A function that builds the model of an arm.
 
     Args:
-      build: `build(size, kernel, rngs)`.
+      arm: says whether layers have a kernel. Where the size is to be matched, it grows
+        until the model has as many parameters as one with a kernel of the size given.
+      build: `build(size=, kernel=, rngs=)`; `kernel` makes the kernel of a layer, or is
+        False.
       size: of tokens.
       step: difference of the sizes that are tried.
-      matched: whether the size grows until the model without a kernel has as many
-        parameters as the model with a kernel of the size given.
-      kernel: whether layers have a kernel.
+      start: of kernels, unless the arm has a start of its own.
+      dtype: of kernels.
+      width: of kernels where the size is 0.
     """
-    model = functools.partial(build, size, kernel)
-    if matched:
-        target = parameters_of(functools.partial(build, size, True))
-        while parameters_of(model) < target:
+
+    def made(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
+        def features() -> nnx.Module:
+            first = arm.start or start
+            return features_of(arm, size or width, start=first, dtype=dtype, rngs=rngs)
+
+        return build(size=size, kernel=features if kernel else False, rngs=rngs)
+
+    if arm.matched:
+        target = parameters_of(functools.partial(made, size, True))
+        while parameters_of(functools.partial(made, size, False)) < target:
             size += step
-            model = functools.partial(build, size, False)
-    return model
+    return functools.partial(made, size, arm.kernel)

@@ -1,18 +1,14 @@
 """The arms of a study: a separation, with or without U-Hop, and the controls."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
 
+from uhop_jax import records
 from uhop_jax._checks import check_choice
-from uhop_jax.layers import (
-    Association,
-    LearnedAlpha,
-    LinearFeatures,
-    ResidualFeatures,
-)
-from uhop_jax.plotting import Style
+from uhop_jax.layers import Association, LearnedAlpha, LinearFeatures, ResidualFeatures
+from uhop_jax.plotting import Panel, Style
 from uhop_jax.separation import Entmax, Separation, separation_from_name
 
 RETRIEVAL = ("beta", "steps", "dropout")  # keys of the association in configs
@@ -84,13 +80,13 @@ def _arms() -> dict[str, Arm]:
 ARMS: Mapping[str, Arm] = _arms()
 
 
-def check_own_arms(names: Iterable[str]) -> None:
-    """Refuses arms of the authors' image code, in tasks other than images."""
+def check_own_arms(names: Iterable[str], what: str = "this task") -> None:
+    """Refuses arms of the authors' image code, for `what` is no task of images."""
     for name in names:
         if arm_of(name).reference:
             raise ValueError(
                 f"arm {name!r} is of the authors' image code; they have released none "
-                "for this task"
+                f"for {what}"
             )
 
 
@@ -123,6 +119,32 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
     return looks
 
 
+def of_task(
+    histories: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
+) -> list[dict[str, Any]]:
+    """Records of the task among the records of several runs, each with its `arm`."""
+    return [
+        dict(row, arm=arm)
+        for arm, history in histories
+        for row in history
+        if row["phase"] == "task"
+    ]
+
+
+def panel(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    xlabel: str,
+    ylabel: str,
+    **options: Any,
+) -> Panel:
+    """A panel of `y` against `x`, with a curve for each arm; see `plotting.Panel`."""
+    curves = records.curves(rows, x, y, "arm")
+    return Panel(title, curves, xlabel, ylabel, styles=styles(curves), **options)
+
+
 def features_of(arm: Arm, size: int, **options: Any) -> nnx.Module:
     """The kernel of an arm, with the options of `LinearFeatures`."""
     if arm.residual:
@@ -144,11 +166,7 @@ def association_of(
 ) -> Callable[[], Association]:
     """A function that makes the association of each layer of an arm.
 
-    Args:
-      arm: names the separation.
-      alpha: of entmax, at the start if it is learned.
-      beta: inverse temperature; 0 is the default of the layer.
-      **options: further options of `Association`.
+    `alpha` is the start if it is learned; a `beta` of 0 is the default of the layer.
     """
     separation = separation_of(arm, alpha)
 

@@ -1,5 +1,6 @@
 """Classifiers of bags of the arms: functions that build them from a config."""
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -8,8 +9,8 @@ from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
 from uhop_jax.models import BagClassifier
-from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import RETRIEVAL, arm_of, association_of, features_of
+from uhop_jax.training.application import model_of
+from uhop_jax.training.arms import RETRIEVAL, arm_of, association_of
 from uhop_jax.training.cells import BagCell
 from uhop_jax.training.image_model import DTYPES
 
@@ -36,28 +37,13 @@ def bag_model(
     retrieval = {name: options.pop(name) for name in ("alpha", *RETRIEVAL)}
     association = association_of(arm, **retrieval)
     start, size = options.pop("kernel_start"), options.pop("size")
-
-    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
-        def kernel_map() -> nnx.Module:
-            first, dtype = arm.start or start, options["dtype"]
-            width = size or features
-            return features_of(arm, width, start=first, dtype=dtype, rngs=rngs)
-
-        return BagClassifier(
-            features,
-            size=size,
-            association=association,
-            kernel=kernel_map if kernel else False,
-            rngs=rngs,
-            **options,
-        )
-
     if arm.matched and not size:
         raise ValueError(
             f"arm {cell.arm!r} makes the embedding wider and needs one, got model.size "
             f"{size}"
         )
-    heads = options["num_heads"]
-    return with_matched_size(
-        with_size, size, heads, matched=arm.matched, kernel=arm.kernel
+    build = functools.partial(
+        BagClassifier, features, association=association, **options
     )
+    heads, dtype = options["num_heads"], options["dtype"]
+    return model_of(arm, build, size, heads, start=start, dtype=dtype, width=features)

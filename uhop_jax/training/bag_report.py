@@ -7,7 +7,7 @@ import numpy as np
 
 from uhop_jax import plotting, records
 from uhop_jax.training.application import Rows
-from uhop_jax.training.arms import styles
+from uhop_jax.training.arms import of_task, panel
 from uhop_jax.training.cells import BagCell
 
 SCORES = ("test_auc", "test_accuracy")
@@ -19,10 +19,8 @@ INSTANCES = 100  # largest weights of a bag that are written
 def of_chosen(rows: Rows, scores: Rows) -> Rows:
     """Records of the models that validation chooses, for each arm and fold.
 
-    Args:
-      rows: records with the fields of a cell.
-      scores: records of `results.csv`; the mean of `validation_loss` over seeds
-        chooses between values of beta and dropout.
+    The mean over seeds of `validation_loss` in the scores, records of `results.csv`,
+    chooses between values of beta and dropout.
     """
     chosen = set()
     for place, group in records.grouped(scores, ("arm", "fold")).items():
@@ -51,9 +49,7 @@ def by_fold(rows: Rows, score: str) -> list[float]:
 
 def shown(rows: Rows, score: str) -> str:
     """Mean of a score in per cent, with half of its 95 % interval."""
-    sample = [100 * x for x in by_fold(rows, score)]
-    spread = f" ± {records.half_width(sample):.1f}" * (len(sample) > 1)
-    return f"{np.mean(sample):.1f}{spread}"
+    return records.mean_and_interval([100 * x for x in by_fold(rows, score)])
 
 
 def table(rows: Rows) -> str:
@@ -79,25 +75,15 @@ def table(rows: Rows) -> str:
 
 def panels(histories: Mapping[BagCell, Rows], rows: Rows) -> list[plotting.Panel]:
     """Losses by epoch, and the AUC of each fold, for each arm."""
-    parts = []
-    for part, name in (("train", "training"), ("validation", "validation")):
-        long = [
-            dict(row, arm=cell.arm)
-            for cell, history in histories.items()
-            for row in history
-            if row["phase"] == "task"
-        ]
-        curves = records.curves(long, "epoch", f"{part}_loss", "arm")
-        title = "all folds"
-        parts.append(
-            plotting.Panel(
-                title, curves, "epoch", f"{name} loss", styles=styles(curves)
-            )
-        )
-    curves = records.curves(of_chosen(rows, rows), "fold", "test_auc", "arm")
-    about = ("test bags", curves, "fold", "AUC")
-    parts.append(plotting.Panel(*about, styles=styles(curves), points=True))
-    return parts
+    epochs = of_task((cell.arm, history) for cell, history in histories.items())
+    chosen = of_chosen(rows, rows)
+    return [
+        panel("all folds", epochs, "epoch", "train_loss", "epoch", "training loss"),
+        panel(
+            "all folds", epochs, "epoch", "validation_loss", "epoch", "validation loss"
+        ),
+        panel("test bags", chosen, "fold", "test_auc", "fold", "AUC", points=True),
+    ]
 
 
 def weight_panels(rows: Rows) -> list[plotting.Panel]:

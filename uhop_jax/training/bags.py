@@ -57,12 +57,8 @@ class BagClassification(Application):
         """The bags, with the parts of each fold."""
         return source_of(self.config)
 
-    def read(self, cell: Any) -> dict[str, Any]:
-        del cell
-        return self._read
-
     @functools.cached_property
-    def _read(self) -> dict[str, Any]:
+    def read_by_all(self) -> dict[str, Any]:
         return self.source.read()
 
     @property

@@ -1,6 +1,7 @@
 """Cells of a study: one model each, a named tuple with an `arm` and a `title`.
 
-The fields of a cell identify it, and are columns of the results.
+The fields of a cell identify it, and are columns of the results. An arm is a name in
+`ARMS`.
 """
 
 import hashlib
@@ -13,17 +14,11 @@ AnyCell = Any  # of one kind of task
 
 
 class ImageCell(NamedTuple):
-    """One model of a study.
-
-    Attributes:
-      arm: name in `ARMS`.
-      size: training images; 0 is all.
-      patch: side of a patch in pixels.
-    """
+    """One model of a study of images."""
 
     arm: str
-    size: int
-    patch: int
+    size: int  # training images; 0 is all
+    patch: int  # side of a patch in pixels
 
     @property
     def title(self) -> str:
@@ -32,25 +27,15 @@ class ImageCell(NamedTuple):
 
 
 class ForecastCell(NamedTuple):
-    """One model of a study.
+    """One model of a study of forecasts."""
 
-    Attributes:
-      data: name or path of the series.
-      horizon: steps of the forecast.
-      window: steps of the input.
-      arm: name in `ARMS`.
-      seed: of start values, order and dropout.
-      memory: "", or the external memory that a trained model has, of `MEMORIES`.
-      bank: windows in the memory.
-    """
-
-    data: str
-    horizon: int
-    window: int
+    data: str  # name or path of the series
+    horizon: int  # steps of the forecast
+    window: int  # steps of the input
     arm: str
-    seed: int
-    memory: str = ""
-    bank: int = 0
+    seed: int  # of start values, order and dropout
+    memory: str = ""  # the external memory that a trained model has, of `MEMORIES`
+    bank: int = 0  # windows in the memory
 
     @property
     def label(self) -> str:
@@ -69,19 +54,12 @@ class ForecastCell(NamedTuple):
 
 
 class BagCell(NamedTuple):
-    """One model of a study.
-
-    Attributes:
-      arm: name in `ARMS`.
-      beta: inverse temperature; 0 is the default of the layer.
-      dropout: of the weights over instances.
-      fold: number of the fold that tests, from 1; 0 if the set has test bags.
-    """
+    """One model of a study of bags."""
 
     arm: str
-    beta: float
-    dropout: float
-    fold: int
+    beta: float  # inverse temperature; 0 is the default of the layer
+    dropout: float  # of the weights over instances
+    fold: int  # number of the fold that tests, from 1; 0 if the set has test bags
 
     @property
     def title(self) -> str:
@@ -91,15 +69,10 @@ class BagCell(NamedTuple):
 
 
 class RecallCell(NamedTuple):
-    """One model of a study.
-
-    Attributes:
-      arm: name in `ARMS`.
-      pairs: of a key and a value in a sequence.
-    """
+    """One model of a study of recall."""
 
     arm: str
-    pairs: int
+    pairs: int  # of a key and a value in a sequence
 
     @property
     def title(self) -> str:

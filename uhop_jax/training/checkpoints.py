@@ -56,10 +56,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, keep: int | None) -> None:
         """Writes in the background; an older checkpoint of the step is left as it is.
 
-        Args:
-          step: number of the step.
-          state: pytree of arrays to save.
-          keep: step of the checkpoint that is kept beside the latest.
+        Beside the latest checkpoints, the checkpoint of the step `keep` is kept.
 
         Raises:
           OSError: if this checkpoint or the checkpoint before cannot be written.

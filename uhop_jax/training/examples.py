@@ -56,11 +56,7 @@ class Data:
             if not resident:
                 (arrays, rows), at = chunk, 0
             number = epoch * phase.steps + first - at
-            if phase.name == "task":
-                state = trainer.advance(state, arrays, rows, at, at + count, number)
-            else:
-                stage = rows["stage"]
-                state = trainer.separate(state, arrays, stage, at, at + count, number)
+            state = trainer.advance(state, arrays, rows, at, at + count, number)
             first += count
             if not resident and first < phase.steps:  # while the device works
                 chunk = self._gathered(split, order, first)

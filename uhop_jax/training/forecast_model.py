@@ -1,5 +1,6 @@
 """Forecasters of the arms, built from a config, and their examples."""
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from ml_collections import ConfigDict
 
 from uhop_jax import data
 from uhop_jax.models import STanHop
-from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import arm_of, features_of, separation_of
+from uhop_jax.training.application import model_of
+from uhop_jax.training.arms import arm_of, separation_of
 from uhop_jax.training.cells import ForecastCell
 from uhop_jax.training.task import Batch, Split
 
@@ -32,27 +33,9 @@ def forecast_model(
     options["separation"] = None if arm.separation == "learned" else separation
     options["scales"] = options["scales"] or 1 + (cell.horizon >= TWO_SCALES_FROM)
     options["dtype"] = jnp.dtype(options["dtype"])
-    size = options.pop("size")
-
-    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
-        def features() -> nnx.Module:
-            first, dtype = arm.start or start, options["dtype"]
-            return features_of(arm, size, start=first, dtype=dtype, rngs=rngs)
-
-        return STanHop(
-            series,
-            cell.window,
-            cell.horizon,
-            size=size,
-            kernel=features if kernel else False,
-            rngs=rngs,
-            **options,
-        )
-
-    heads = options["num_heads"]
-    return with_matched_size(
-        with_size, size, heads, matched=arm.matched, kernel=arm.kernel
-    )
+    size, heads = options.pop("size"), options["num_heads"]
+    build = functools.partial(STanHop, series, cell.window, cell.horizon, **options)
+    return model_of(arm, build, size, heads, start=start, dtype=options["dtype"])
 
 
 def splits_of(splits: data.Splits) -> list[Split]:

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from uhop_jax import data, paper, plotting, records
 from uhop_jax.data.dates import date_text
 from uhop_jax.training.application import Rows
-from uhop_jax.training.arms import styles
+from uhop_jax.training.arms import of_task, panel
 from uhop_jax.training.cells import ForecastCell
 from uhop_jax.training.task import SEPARATIONS
 from uhop_jax.workdir import write_file, write_table
@@ -79,13 +79,11 @@ def labels(names: Sequence[str]) -> dict[str, str]:
 
 def errors(title: str, rows: Rows, against: str) -> list[plotting.Panel]:
     """Test errors of each arm against the horizon or the window."""
-    parts = []
-    for metric in METRICS:
-        curves = records.curves(rows, against, f"test_{metric}", "arm")
-        label = f"test {metric.upper()} of standardised values"
-        about = (title, curves, f"{against} in steps", label)
-        parts.append(plotting.Panel(*about, styles=styles(curves)))
-    return parts
+    about, x = (title, rows, against), f"{against} in steps"
+    return [
+        panel(*about, f"test_{m}", x, f"test {m.upper()} of standardised values")
+        for m in METRICS
+    ]
 
 
 def panels(
@@ -106,28 +104,20 @@ def panels(
         if len(config.horizon) > 1:
             parts += errors(title, chosen, "horizon")
             continue
+        epochs = of_task(
+            (cell.label, history)
+            for cell, history in histories.items()
+            if cell.data == name and cell.memory != "plug"
+        )
+        loss = config.train.loss.upper()
         for part in ("train", "validation"):
-            long = [
-                dict(row, arm=cell.label)
-                for cell, history in histories.items()
-                if cell.data == name and cell.memory != "plug"
-                for row in history
-                if row["phase"] == "task"
-            ]
-            curves = records.curves(long, "epoch", f"{part}_loss", "arm")
-            about = (title, curves, "epoch", f"{part} {config.train.loss.upper()}")
-            parts.append(plotting.Panel(*about, styles=styles(curves)))
+            about = (title, epochs, "epoch", f"{part}_loss", "epoch")
+            parts.append(panel(*about, f"{part} {loss}"))
     return parts
 
 
 def export(path: Path, series: data.Series, ahead: np.ndarray) -> None:
-    """Writes a forecast as a csv like the file of the series, with the next dates.
-
-    Args:
-      path: file to write.
-      series: series whose last window the forecast starts from.
-      ahead: the forecast, `(horizon, D)`, in the units of the series.
-    """
+    """Writes a forecast `(horizon, D)` as a csv, with the next dates of the series."""
     dates = series.following(len(ahead))
     rows = [
         {"date": date_text(date) + series.zone}
@@ -149,14 +139,8 @@ def draw(
     """Draws forecasts against truth, a row of panels for each series.
 
     Of many series the first are drawn, and the last, which is often the target.
-
-    Args:
-      path: file to write.
-      title: line above the panels.
-      series: the truth.
-      starts: row of the series at which each forecast begins.
-      forecasts: `(horizon, D)` each, in the units of the series.
-      window: steps that the forecasts were made from.
+    Forecasts `(horizon, D)` are in the units of the series. They begin at rows `starts`
+    and were made from `window` steps each.
     """
     horizon = len(forecasts[0])
     before, last = min(window, 2 * horizon), len(series.names) - 1

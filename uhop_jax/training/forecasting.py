@@ -27,7 +27,7 @@ from uhop_jax.layers import LinearFeatures
 from uhop_jax.models import TuneAndPlay, baselines
 from uhop_jax.training import forecast_report
 from uhop_jax.training.application import Application, Rows
-from uhop_jax.training.arms import arm_of
+from uhop_jax.training.arms import arm_of, check_own_arms
 from uhop_jax.training.cells import ForecastCell, directory_name
 from uhop_jax.training.examples import Data
 from uhop_jax.training.exporting import FILE, write_export
@@ -40,11 +40,7 @@ from uhop_jax.workdir import fingerprint, read_table, write_table
 
 LOSSES = ("mae", "mse")
 # Epochs after which the learning rate is halved.
-SCHEDULES = {
-    "type1": (2, 4, 6, 8, 10),
-    "type2": (5, 10, 15, 20, 25),
-    "constant": (),
-}
+SCHEDULES = {"type1": (2, 4, 6, 8, 10), "type2": (5, 10, 15, 20, 25), "constant": ()}
 # External memories of a trained model. `plug` needs no training; `tune` trains the
 # layers of the memory, beside the frozen model.
 MEMORIES = ("plug", "tune")
@@ -76,12 +72,7 @@ class Forecasting(Application):
         for name in ("horizon", "window"):
             for steps in config[name]:
                 check_count(name, steps, 1)
-        for arm in config.arms:
-            if arm_of(arm).reference:
-                raise ValueError(
-                    f"arm {arm!r} is of the authors' image code; they have released "
-                    "none for series"
-                )
+        check_own_arms(config.arms, "series")
 
     @property
     def title(self) -> str:

@@ -1,5 +1,6 @@
 """Image classifiers of the arms: functions that build them from a config."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ from ml_collections import ConfigDict
 
 from uhop_jax._checks import check_choice
 from uhop_jax.models import ViH, VisionHopfield
-from uhop_jax.training.application import with_matched_size
-from uhop_jax.training.arms import RETRIEVAL, arm_of, association_of, features_of
+from uhop_jax.training.application import model_of
+from uhop_jax.training.arms import RETRIEVAL, arm_of, association_of
 from uhop_jax.training.cells import ImageCell
 
 MODELS = ("vih", "transformer")
@@ -38,27 +39,8 @@ def image_model(
     kind = ViH if name == "vih" else VisionHopfield
     if kind is VisionHopfield:
         options |= blocks | {"mlp_size": blocks["mlp_size"] or None}
-
-    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
-        def features() -> nnx.Module:
-            first = arm.start or start
-            return features_of(arm, size, start=first, dtype=dtype, rngs=rngs)
-
-        return kind(
-            image_shape,
-            classes,
-            association=association,
-            kernel=features if kernel else False,
-            value_size=size if arm.reference else None,
-            dtype=dtype,
-            rngs=rngs,
-            **options | {"size": size},
-        )
-
-    return with_matched_size(
-        with_size,
-        options["size"],
-        options["num_heads"],
-        matched=arm.matched,
-        kernel=arm.kernel,
-    )
+    size, heads = options.pop("size"), options["num_heads"]
+    options |= {"association": association, "dtype": dtype}
+    options["value_size"] = size if arm.reference else None
+    build = functools.partial(kind, image_shape, classes, **options)
+    return model_of(arm, build, size, heads, start=start, dtype=dtype)

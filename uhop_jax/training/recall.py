@@ -1,5 +1,6 @@
 """Associative recall: sequences, model, loss and files of a config."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,14 +17,14 @@ from ml_collections import ConfigDict
 from uhop_jax import plotting, records
 from uhop_jax._checks import check_choice, check_count, check_named
 from uhop_jax.models import SequenceModel
-from uhop_jax.training.application import Application, Rows, with_matched_size
+from uhop_jax.training.application import Application, Rows, model_of
 from uhop_jax.training.arms import (
     RETRIEVAL,
     arm_of,
     association_of,
     check_own_arms,
-    features_of,
-    styles,
+    of_task,
+    panel,
 )
 from uhop_jax.training.cells import RecallCell
 from uhop_jax.training.exporting import FILE, write_export
@@ -48,10 +49,6 @@ class Recall(Application):
         for pairs in config.pairs:
             check_count("pairs", pairs, 1, config.data.vocabulary)
         check_own_arms(config.arms)
-
-    def read(self, cell: Any) -> dict[str, Any]:
-        del cell
-        return {}
 
     @property
     def title(self) -> str:
@@ -118,10 +115,11 @@ class Recall(Application):
     def report(self, rows: Rows) -> str:
         lines = [["pairs", "arm", "parameters", "seeds", "accuracy %"]]
         for (pairs, arm), group in records.grouped(rows, ("pairs", "arm")).items():
-            sample = [100 * row["test_accuracy"] for row in group]
-            spread = f" ± {records.half_width(sample):.1f}" * (len(sample) > 1)
+            score = records.mean_and_interval(
+                [100 * row["test_accuracy"] for row in group]
+            )
             about = [str(pairs), arm, f"{group[0]['parameters']:,}", str(len(group))]
-            lines.append([*about, f"{np.mean(sample):.1f}{spread}"])
+            lines.append([*about, score])
         return f"{records.aligned(lines)}\n± half of the 95 % interval over seeds"
 
     def figures(
@@ -131,15 +129,13 @@ class Recall(Application):
         del rows
         parts = []
         for pairs in self.config.pairs:
-            long = [
-                dict(row, arm=cell.arm)
+            epochs = of_task(
+                (cell.arm, history)
                 for cell, history in histories.items()
-                for row in history
-                if cell.pairs == pairs and row["phase"] == "task"
-            ]
-            curves = records.curves(long, "epoch", "test_accuracy", "arm")
-            about = (f"{pairs} pairs", curves, "epoch", "test accuracy")
-            parts.append(plotting.Panel(*about, styles=styles(curves)))
+                if cell.pairs == pairs
+            )
+            about = (f"{pairs} pairs", epochs, "epoch", "test_accuracy")
+            parts.append(panel(*about, "epoch", "test accuracy"))
         return {"figure.png": parts}
 
     def predict(
@@ -188,23 +184,8 @@ def sequence_model(
     retrieval = {name: options.pop(name) for name in ("alpha", *RETRIEVAL)}
     association = association_of(arm, **retrieval)
     start, size = options.pop("kernel_start"), options.pop("size")
-
-    def with_size(size: int, kernel: bool, rngs: nnx.Rngs) -> nnx.Module:
-        def kernel_map() -> nnx.Module:
-            first = arm.start or start
-            return features_of(arm, size, start=first, dtype=dtype, rngs=rngs)
-
-        return SequenceModel(
-            2 * int(config.data.vocabulary) + 1,
-            2 * cell.pairs,
-            size=size,
-            association=association,
-            kernel=kernel_map if kernel else False,
-            rngs=rngs,
-            **options,
-        )
-
-    heads = options["num_heads"]
-    return with_matched_size(
-        with_size, size, heads, matched=arm.matched, kernel=arm.kernel
+    tokens, positions = 2 * int(config.data.vocabulary) + 1, 2 * cell.pairs
+    build = functools.partial(
+        SequenceModel, tokens, positions, association=association, **options
     )
+    return model_of(arm, build, size, options["num_heads"], start=start, dtype=dtype)

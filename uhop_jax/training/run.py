@@ -44,11 +44,7 @@ class Options(NamedTuple):
 
 
 def train(
-    trainer: Trainer,
-    goal: Goal,
-    workdir: Path,
-    *,
-    options: Options = Options(),
+    trainer: Trainer, goal: Goal, workdir: Path, *, options: Options = Options()
 ) -> list[dict[str, Any]]:
     """Trains to the end, or continues a run that was interrupted.
 
@@ -210,12 +206,7 @@ def _check_whole(
 
 
 def _records(
-    data: Data,
-    goal: Goal,
-    state: TrainState,
-    phase: Phase,
-    epoch: int,
-    step: int,
+    data: Data, goal: Goal, state: TrainState, phase: Phase, epoch: int, step: int
 ) -> list[dict[str, Any]]:
     """One record for each seed at the end of an epoch."""
     trainer, seeds = data.trainer, data.trainer.seeds

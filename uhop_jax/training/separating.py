@@ -23,14 +23,8 @@ def separation_step(
 ) -> TrainState:
     """One SGD step on the separation losses of all layers [algo:bi-level].
 
-    Args:
-      graphdef: of the model.
-      options: of Stage I.
-      state: of one seed.
-      inputs: arguments of the model.
-      states: whether states are separated from memories too.
-      through: whether all parameters move, not only kernels.
-      key: with which a contrastive loss draws its views.
+    The state is of one seed. With `through`, all parameters move, not only kernels. By
+    the key a contrastive loss draws its views. `states` is as in `separation_losses`.
     """
     contrastive = isinstance(options.loss, ContrastiveLoss)
     drawn: dict[str, Any] = {"key": key} if contrastive else {}
@@ -39,12 +33,7 @@ def separation_step(
         kernels, rest = learned if through else (learned, state.rest)
         model = nnx.merge(graphdef, kernels, rest)
         losses = separation_losses(
-            model,
-            *inputs,
-            loss=options.loss,
-            states=states,
-            through=through,
-            **drawn,
+            model, *inputs, loss=options.loss, states=states, through=through, **drawn
         )
         return losses.loss.mean(), losses.gap.mean()
 

@@ -124,10 +124,7 @@ class Trainer:
         """A batch, spread over the devices."""
         spread = NamedSharding(self.mesh, PartitionSpec("batch"))
         index = lax.with_sharding_constraint(index, spread)
-        batch = take(arrays, index)
-        return jax.tree.map(
-            lambda x: lax.with_sharding_constraint(x, spread), dict(batch)
-        )
+        return lax.with_sharding_constraint(dict(take(arrays, index)), spread)
 
     # Functions of a run
 
@@ -219,35 +216,16 @@ class Trainer:
         last: Array,
         offset: Array,
     ) -> TrainState:
-        """Steps `first` to `last` of an order, whose first step is number `offset`."""
+        """Steps `first` to `last` of an order, whose first step is number `offset`.
+
+        An order without the task has steps of Stage I alone.
+        """
+        one = self._step if "task" in order else self._step_of_stage_one
 
         def body(i: Array, state: TrainState) -> TrainState:
             rows = jax.tree.map(lambda x: x[:, i], order)
-            step = self._over_seeds(self._step, (0, None, 0, 0, None))
+            step = self._over_seeds(one, (0, None, 0, 0, None))
             return step(state, arrays, rows, self.keys, offset + i)
-
-        return lax.fori_loop(first, last, body, state)
-
-    @jitted(donate_argnums=0)
-    def separate(
-        self,
-        state: TrainState,
-        arrays: Any,
-        order: Array,
-        first: Array,
-        last: Array,
-        offset: Array,
-    ) -> TrainState:
-        """Steps `first` to `last` of Stage I alone, the first step number `offset`."""
-        through = self.stage_one.schedule == "reference"
-
-        def one(state: TrainState, rows: Array, key: Array, number: Array):
-            key = jax.random.fold_in(jax.random.fold_in(key, VIEWS), number)
-            return self._separation_step(state, arrays, rows, through, key)
-
-        def body(i: Array, state: TrainState) -> TrainState:
-            step = self._over_seeds(one, (0, 0, 0, None))
-            return step(state, order[:, i], self.keys, offset + i)
 
         return lax.fori_loop(first, last, body, state)
 
@@ -356,10 +334,12 @@ class Trainer:
         counts = self._counts(number)
         examples = counts.sum()
 
+        def parts(learned: Any) -> tuple[Any, Any]:
+            """Kernels and all further parameters, from those that the task moves."""
+            return learned if self._task_moves_kernels else (state.kernels, learned)
+
         def loss(learned: Any) -> tuple[Array, dict[str, Array]]:
-            kernels, rest = (
-                learned if self._task_moves_kernels else (state.kernels, learned)
-            )
+            kernels, rest = parts(learned)
             model = nnx.merge(self.graphdef, kernels, rest)
             metrics = self.task.score(model, batch, keys[1])
             return (counts * metrics["loss"]).sum() / examples, metrics
@@ -370,14 +350,25 @@ class Trainer:
         gradients, metrics = jax.grad(loss, has_aux=True)(learned)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, learned)
         learned = optax.apply_updates(learned, updates)
-        kernels, rest = (
-            learned if self._task_moves_kernels else (state.kernels, learned)
-        )
+        kernels, rest = parts(learned)
         sums = dict(state.sums)
         for name in self.metrics:
             sums[name] += (counts * metrics[name]).sum(dtype=jnp.float32)
         sums["examples"] += examples
         return TrainState(kernels, rest, optimizer, sums)
+
+    def _step_of_stage_one(
+        self,
+        state: TrainState,
+        arrays: Any,
+        rows: dict[str, Array],
+        key: Array,
+        number: Array,
+    ) -> TrainState:
+        """A step of Stage I alone."""
+        through = self.stage_one.schedule == "reference"
+        key = jax.random.fold_in(jax.random.fold_in(key, VIEWS), number)
+        return self._separation_step(state, arrays, rows["stage"], through, key)
 
     def _counts(self, number: Array) -> Array:
         """Weights of the examples of a step: 1, or 0 for examples that fill it up."""

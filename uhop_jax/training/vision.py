@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
 from uhop_jax import data, plotting, records
-from uhop_jax._checks import check_count, check_named
+from uhop_jax._checks import check_at_least, check_count, check_named
 from uhop_jax._files import shown_name, user_path
 from uhop_jax.data import Images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
 from uhop_jax.training.application import Application, Rows
-from uhop_jax.training.arms import arm_of, styles
+from uhop_jax.training.arms import arm_of, of_task, panel
 from uhop_jax.training.cells import ImageCell
 from uhop_jax.training.exporting import FILE, write_export
 from uhop_jax.training.image_model import image_model
@@ -39,11 +39,7 @@ class Vision(Application):
         super().__init__(config, workdir)
         check_count("data.test_limit", config.data.test_limit, 0)
         check_count("data.held_out", config.data.held_out, 0)
-        if config.train.weight_decay < 0:
-            raise ValueError(
-                "train.weight_decay must be at least 0, got "
-                f"{config.train.weight_decay}"
-            )
+        check_at_least("train.weight_decay", config.train.weight_decay, 0)
 
     @functools.cached_property
     def images(self) -> dict[str, Images]:
@@ -63,12 +59,8 @@ class Vision(Application):
             splits["test"] = data.subset(splits["test"], options.test_limit)
         return splits
 
-    def read(self, cell: Any) -> dict[str, Any]:
-        del cell
-        return self._read
-
     @functools.cached_property
-    def _read(self) -> dict[str, Any]:
+    def read_by_all(self) -> dict[str, Any]:
         name = self.config.data.name
         return {
             f"{name}, {split} split": fingerprint(
@@ -168,13 +160,11 @@ class Vision(Application):
         sizes = list(dict.fromkeys(cell.size for cell in histories))
         patches = list(dict.fromkeys(cell.patch for cell in histories))
         for size, patch in itertools.product(sizes, patches):
-            long = [
-                dict(row, arm=cell.arm)
+            epochs = of_task(
+                (cell.arm, history)
                 for cell, history in histories.items()
                 if (cell.size, cell.patch) == (size, patch)
-                for row in history
-                if row["phase"] == "task"
-            ]
+            )
             title = f"{size or 'all'} images, patch {patch}"
             for key, name in (
                 ("train_accuracy", "training accuracy"),
@@ -182,10 +172,7 @@ class Vision(Application):
                 ("train_loss", "training loss"),
                 ("test_loss", "test loss"),
             ):
-                series = records.curves(long, "epoch", key, "arm")
-                looks = styles(series)
-                panel = plotting.Panel(title, series, "epoch", name, styles=looks)
-                curves.append(panel)
+                curves.append(panel(title, epochs, "epoch", key, "epoch", name))
         if len(sizes) == 1:
             return {"figure.png": curves}
         parts = []
@@ -201,9 +188,8 @@ class Vision(Application):
             chosen = [
                 dict(r, size=r["size"] or full) for r in rows if r["patch"] == patch
             ]
-            series = records.curves(chosen, "size", key, "arm")
-            about = (f"patch {patch}", series, label, name, "log")
-            parts.append(plotting.Panel(*about, styles=styles(series)))
+            about = (f"patch {patch}", chosen, "size", key)
+            parts.append(panel(*about, label, name, xscale="log"))
         return {"figure.png": parts, "curves.png": curves}
 
     def predict(
