@@ -648,6 +648,12 @@ def test_scaling_knows_the_train_rows_alone():
     train = splits.train.rows.astype(np.float64)
     np.testing.assert_allclose(train.mean(0), 0, atol=1e-6)
     np.testing.assert_allclose(train[:, :2].std(0), 1, rtol=1e-6)
+    half = data.scaler_of(values.astype(np.float32))  # sums of float32 lose the mean
+    np.testing.assert_allclose(half, data.scaler_of(values), rtol=1e-6)
+    far = (values[:, :1] + 30_000).astype(np.float32)  # and took this for a constant
+    np.testing.assert_allclose(
+        data.scaler_of(far).deviation, values[:, :1].std(0), rtol=1e-3
+    )
     assert splits.train.rows.dtype == np.float32 and splits.scaler.deviation[2] == 1
     back = splits.scaler.unscaled(splits.test.rows)
     np.testing.assert_allclose(back, values[780:], rtol=1e-5, atol=1e-5)
