@@ -4,8 +4,11 @@ import itertools
 
 import pytest
 
+from uhop_jax import plotting
 from uhop_jax.command_line import load_config
 from uhop_jax.experiments import cells, compare, protocols, variants
+from uhop_jax.training import bag_report, study
+from uhop_jax.training.cells import BagCell
 
 
 def row(method="MHM", memories=10, **more):
@@ -126,3 +129,28 @@ def test_methods_that_a_variant_does_not_study(variant, methods, message):
     with pytest.raises(ValueError, match=message):
         protocols.check(config)
     protocols.check(load_config("retrieval", variant))
+
+
+def test_curves_of_bags_are_of_the_chosen_model():
+    """The models that validation rejects were part of the mean."""
+    histories, scores = {}, []
+    for dropout, loss in ((0.0, 1.0), (0.5, 3.0)):
+        cell = BagCell("MHM", 0.0, dropout, 1)
+        history = {"phase": "task", "epoch": 1, "seed": 0}
+        history |= {"train_loss": loss, "validation_loss": loss}
+        histories[cell] = [history]
+        scores.append(
+            cell._asdict() | {"seed": 0, "validation_loss": loss, "test_auc": 0.9}
+        )
+    train, validation, _ = bag_report.panels(histories, scores)
+    assert train.series["MHM"].mean == validation.series["MHM"].mean == [1.0]
+    assert train.series["MHM"].spread == [0.0]
+
+
+def test_error_bars_over_folds_are_explained():
+    """A study of one seed has them too: the title spoke of several seeds alone."""
+    curve = plotting.Curve([1.0], [0.5], [0.0])
+    panel = plotting.Panel("", {"MHM": curve}, "fold", "AUC")
+    assert study.titled("musk1", [panel]) == "musk1"
+    panel.series["MHM"] = curve._replace(spread=[0.1])
+    assert study.titled("musk1", [panel]) == "musk1 (mean ± standard deviation)"

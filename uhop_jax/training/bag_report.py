@@ -78,15 +78,16 @@ def table(rows: Rows) -> str:
 
 
 def panels(histories: Mapping[BagCell, Rows], rows: Rows) -> list[plotting.Panel]:
-    """Losses by epoch, and the AUC of each fold, for each arm."""
+    """Losses by epoch, and the AUC of each fold, of the chosen models of each arm."""
     parts = []
+    every = [
+        row | cell._asdict()
+        for cell, history in histories.items()
+        for row in history
+        if row["phase"] == "task"
+    ]
+    long = of_chosen(every, rows)
     for part, name in (("train", "training"), ("validation", "validation")):
-        long = [
-            dict(row, arm=cell.arm)
-            for cell, history in histories.items()
-            for row in history
-            if row["phase"] == "task"
-        ]
         curves = records.curves(long, "epoch", f"{part}_loss", "arm")
         title = "all folds"
         parts.append(
