@@ -155,11 +155,16 @@ def stamps(first: Any, number: int, step: Step) -> pd.DatetimeIndex:
     Steps of months keep the day of the first, in months that have it: 30 January, 28
     February, 30 March.
     """
-    if type(step) is pd.DateOffset:  # pandas itself would go on from 28 February
-        day, months = pd.Timestamp(first), months_of(step)
+    if months := _same_days(step):  # pandas itself would go on from 28 February
+        day = pd.Timestamp(first)
         dates = [day + pd.DateOffset(months=months * n) for n in range(number)]
         return pd.DatetimeIndex(dates).as_unit("s")
     return pd.date_range(first, periods=number, freq=step, unit="s")
+
+
+def _same_days(step: Step) -> int:
+    """Months of a step to the same day of a month; 0 for any other."""
+    return 0 if isinstance(step, MonthEnd) else months_of(step)
 
 
 def _places(dates: pd.DatetimeIndex, step: Step) -> Int[np.ndarray, " n"]:
@@ -168,9 +173,9 @@ def _places(dates: pd.DatetimeIndex, step: Step) -> Int[np.ndarray, " n"]:
         passed = dates - dates[0]
         even = passed % step == pd.Timedelta(0)
         return np.where(even, passed // step, -1).astype(np.int64)
-    if type(step) is pd.DateOffset:
+    if months := _same_days(step):
         days = 1 + (dates[-1] - dates[0]).days
-        grid = stamps(dates[0], 1 + days // (28 * months_of(step)), step)
+        grid = stamps(dates[0], 1 + days // (28 * months), step)
     else:
         grid = pd.date_range(*dates[[0, -1]], freq=step, unit="s")
     return grid.get_indexer(dates)
