@@ -25,9 +25,11 @@ For example, the paper's figure of capacity on CIFAR-10, with five memory sets:
 Every variant runs on any data set: `--config.data.name=mnist`, `cifar10`, `cifar100`,
 `tiny_imagenet`, `synthetic:sphere`, or a path to `.npy`, `.npz` or a folder of images;
 and, but for `query`, under each protocol: `--config.protocol=fair`, `paper` or
-`reference` (see `uhop_jax/experiments/protocols.py`). The keys that people set first
-are `data.name`, `protocol`, `methods`, `memories` and `runs`; of `query`, `data.name`,
-`queries`, `memory` and `corruption`.
+`reference` (see `uhop_jax/experiments/protocols.py`). `demo` and `losses` name methods
+that `fair` alone has, where `--config.methods="()"` takes all of another protocol;
+`grid` and `blind` have corruptions that `reference` lacks. The keys that people set
+first are `data.name`, `protocol`, `methods`, `memories` and `runs`; of `query`,
+`data.name`, `queries`, `memory` and `corruption`.
 """
 
 import ml_collections

@@ -151,6 +151,7 @@ def test_known_masks_are_the_given_ones():
         (("smear", 0.5, SHAPE), "unknown corruption.kinds 'smear'"),
         (("noise", -1.0, SHAPE), "levels must be at least 0, got -1"),
         (("block", 1.5, SHAPE), r"of a block must be in \[0, 1\], got 1.5"),
+        (("block", 0.5, (20, 80, 1)), "image of 20 x 80 has 28 pixels a side"),
         (("blur", 0.0, SHAPE), "of a blur must be positive"),
         (("shift", 1.5, SHAPE), "must be whole pixels, fewer than 5, got 1.5"),
         (("blur", 1.0, (90,)), r"a blur needs images, got patterns of shape \(90,\)"),
@@ -161,3 +162,5 @@ def test_bad_corruptions_are_refused(arguments, message):
         corruption_of(*arguments)
     with pytest.raises(ValueError, match="the reference protocol has mask"):
         corruption_of("shift", 1.0, SHAPE, reference=True)
+    with pytest.raises(ValueError, match="must be below 1 in the reference .* got 1.0"):
+        corruption_of("mask", 1.0, SHAPE, reference=True)  # 0/0 is no pixel

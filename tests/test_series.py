@@ -8,6 +8,7 @@ import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import SHARED, slow_where
 from numpy.lib.stride_tricks import sliding_window_view
@@ -157,6 +158,8 @@ def rows(dates, *columns):
             "2020-03-29T02:00:00",
             1,
         ),
+        ([f"2020-02-27T{h:02}+01:00" for h in range(3)], "2020-02-27T00:00:00", 1),
+        ([f"20200227T{h:02}00+0100" for h in range(3)], "2020-02-27T00:00:00", 1),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else str(x),
 )
@@ -180,6 +183,8 @@ def test_styles_of_dates(tmp_path, dates, first, step):
             "2020-03-31",
             12,
         ),
+        (["2019-11-30", "2019-12-30", "2020-01-30"], "months", "2020-02-29", 12),
+        (["2019-12-30", "2020-01-30", "2020-02-29"], "months", "2020-03-30", 12),
         (["2019-04-01", "2019-07-01", "2019-10-01"], "3 months", "2020-01-01", 4),
         (
             ["2018", "2019", "2020", "2021"],
@@ -206,6 +211,9 @@ def test_dates_continue_by_the_calendar(tmp_path, dates, steps, following, perio
     dates = np.concatenate([series.dates, series.following(40)])
     again = data.read_series(write(tmp_path, rows(dates)))  # its continuation is one
     assert again.steps == steps and len(again.values) == len(dates)
+    days = pd.DatetimeIndex(dates).day
+    if steps == "months":  # the day of the first, in every month that has it
+        assert days.max() == days[0] and set(days[days < days[0]]) <= {28, 29}
 
 
 GOOD = ["2020-01-01 00:00", "2020-01-01 01:00", "2020-01-01 02:00", "2020-01-01 03:00"]
@@ -392,6 +400,20 @@ def test_hours_with_offsets_over_the_changes(tmp_path, first):
     shown = str(local[0]).replace("T", " ")
     with pytest.raises(ValueError, match=f"follows {shown}:00:00, with a step of 1 ho"):
         data.read_series(write(tmp_path, rows(dates)))
+
+
+def test_offsets_that_only_the_form_reads(tmp_path):
+    """Dates in UTC would silently stand for dates of the file."""
+    path = write(tmp_path, rows([f"2020-01-01 {h:02} +0100" for h in range(3)]))
+    series = data.read_series(path, date_format="%Y-%m-%d %H %z")
+    assert series.zone == "+0100" and str(series.dates[0]) == "2020-01-01T00:00:00"
+    for form, zone in (("%Y-%m-%d %H:%M %Z", " 00:00 EST"), ("%Y-%m-%d%z", "+0100")):
+        path = write(tmp_path, rows([f"{day}{zone}" for day in DAYS]))
+        with pytest.raises(ValueError, match="line 2.* has an offset from UTC that is"):
+            data.read_series(path, date_format=form)
+    path = write(tmp_path, rows([f"{day} 00:00 UTC" for day in DAYS]))
+    series = data.read_series(path, date_format="%Y-%m-%d %H:%M %Z")
+    assert str(series.dates[0]) == "2020-02-27T00:00:00"
 
 
 COUNTERS = {
@@ -626,6 +648,12 @@ def test_scaling_knows_the_train_rows_alone():
     train = splits.train.rows.astype(np.float64)
     np.testing.assert_allclose(train.mean(0), 0, atol=1e-6)
     np.testing.assert_allclose(train[:, :2].std(0), 1, rtol=1e-6)
+    half = data.scaler_of(values.astype(np.float32))  # sums of float32 lose the mean
+    np.testing.assert_allclose(half, data.scaler_of(values), rtol=1e-6)
+    far = (values[:, :1] + 30_000).astype(np.float32)  # and took this for a constant
+    np.testing.assert_allclose(
+        data.scaler_of(far).deviation, values[:, :1].std(0), rtol=1e-3
+    )
     assert splits.train.rows.dtype == np.float32 and splits.scaler.deviation[2] == 1
     back = splits.scaler.unscaled(splits.test.rows)
     np.testing.assert_allclose(back, values[780:], rtol=1e-5, atol=1e-5)

@@ -626,6 +626,21 @@ def test_closed_form_is_the_ridge_formula(shape, ridge):
         assert_close(W, single)
 
 
+@pytest.mark.parametrize("shape", [(4, 7), (12, 7)])
+def test_several_ridges_are_several_kernels(shape):
+    """With fewer memories than components, one factor was of one kernel alone."""
+    memories, ridges = draw(*shape), np.array([0.1, 1.0])
+    several = fit_closed_form(memories, ridge=ridges)
+    assert several.set_axes == 1
+    for kernel, one in enumerate(ridges):
+        single = fit_closed_form(memories, ridge=one).weights
+        assert_close(several.weights[kernel], single)
+    pair = jnp.stack([memories, memories + 1])
+    assert fit_closed_form(pair, ridge=ridges).weights.shape == (2, 7, 7)
+    with pytest.raises(ValueError, match=r"ridge has shape \(3,\), .* \(2, .*, 7\)"):
+        fit_closed_form(pair, ridge=np.ones(3))
+
+
 @pytest.mark.parametrize("shape", [(4, 7), (7, 7)])
 def test_closed_form_without_ridge_makes_memories_orthonormal(shape):
     memories = draw(2, *shape)

@@ -227,6 +227,9 @@ def test_pattern_separation_at_the_memories_equals_the_definition():
     gram = np.asarray(memories @ memories.T)
     naive = [gram[i, i] - np.delete(gram[i], i).max() for i in range(5)]
     assert_close(theory.pattern_separation(memories), naive)
+    traced = jax.jit(lambda r: theory.pattern_separation(memories, distance=r))
+    assert_close(traced(0.0), naive)
+    assert jnp.isnan(traced(-1.0)).all()
     difference = np.asarray(memories)[:, None] - np.asarray(memories)[None]
     lengths = norm(difference)[np.triu_indices(5, 1)]
     assert_close(theory.radius(memories), lengths.min() / 2)
@@ -584,6 +587,13 @@ def test_attention_attains_any_positive_column_stochastic_matrix(kind):
             assert keys.shape == queries.shape == (count, d)
             logits = 0.7 * (keys @ x.T).T @ (queries @ x.T)
             assert np.abs(softmax(np.asarray(logits)) - target).max() < 1e-12
+
+
+def test_nearly_dependent_features_attain_the_target_too():
+    """The inverse cut singular values that the check of the rank had passed."""
+    x, target = np.diag([1.0, 2e-15]), np.array([[0.3, 0.6], [0.7, 0.4]])
+    keys, queries = theory.representation(jnp.asarray(x), jnp.asarray(target), beta=1.0)
+    assert_close(softmax(np.asarray((keys @ x.T).T @ (queries @ x.T))), target)
 
 
 def test_the_features_of_the_theorem_minimise_the_deep_learning_loss():

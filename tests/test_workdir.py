@@ -83,6 +83,21 @@ def test_a_run_without_results_does_not_bind_its_directory(tmp_path):
     refused("config.seed=1, this one has 0", tmp_path)
 
 
+def test_a_run_killed_between_its_first_two_files_begins_again(tmp_path, monkeypatch):
+    write_json = workdir._write_json
+
+    def killed(path, tree):
+        if path.name == "config.json":
+            raise KeyboardInterrupt
+        write_json(path, tree)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(workdir, "_write_json", killed)
+        begun(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").glob("*.json")] == ["run.json"]
+    begun(tmp_path / "run")
+
+
 def test_a_run_of_an_earlier_version_is_refused(tmp_path):
     run = begun(tmp_path / "run")
     (run / "run.json").unlink()

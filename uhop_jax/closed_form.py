@@ -38,7 +38,7 @@ def fit_closed_form(
 
     Args:
       memories: stored patterns, one per row.
-      ridge: `lambda >= 0`.
+      ridge: `lambda >= 0`; an array broadcasts against the axes of memory sets.
 
     Returns:
       A symmetric `W (d, d)`, as a `LowRankKernel` of rank `M` if `M < d`; or a
@@ -46,7 +46,8 @@ def fit_closed_form(
       least float32.
 
     Raises:
-      ValueError: if the ridge is negative, or is zero and the memories are dependent.
+      ValueError: if the ridge is negative or of a shape that does not fit, or is zero
+        and the memories are dependent.
     """
     memories = as_floating(memories, "memories")
     floor = as_at_least("ridge", ridge, 0, working_dtype(memories))
@@ -61,7 +62,15 @@ def fit_closed_form(
                 f"{memories.shape[-1]}; use a ridge above 0"
             )
         return LinearKernel(weights)
-    return _whiten(memories, floor)
+    try:
+        sets = np.broadcast_shapes(floor.shape, memories.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"ridge has shape {floor.shape}, which does not fit memories of shape "
+            f"{memories.shape}"
+        ) from None
+    memories = jnp.broadcast_to(memories, (*sets, *memories.shape[-2:]))
+    return _whiten(memories, jnp.broadcast_to(floor, sets))
 
 
 def fit_values(

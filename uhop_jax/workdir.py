@@ -57,10 +57,11 @@ def check(workdir: Path, config: ConfigDict, read: Mapping[str, Any]) -> None:
         raise ValueError(f"workdir {workdir} is a file, it must be a directory")
     held = sorted(_held(workdir)) if workdir.exists() else []
     if CONFIG not in held:
-        if held:
+        # A run that is killed at its start may have written its record alone.
+        if others := [name for name in held if name != RECORD]:
             raise ValueError(
-                f"workdir {workdir} holds {held[0]} and no {CONFIG} of a run; choose a "
-                "--workdir that is empty or new"
+                f"workdir {workdir} holds {others[0]} and no {CONFIG} of a run; choose "
+                "a --workdir that is empty or new"
             )
         return
     saved = _json(workdir / CONFIG)

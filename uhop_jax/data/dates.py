@@ -3,6 +3,7 @@
 Columns are pandas series whose index is the line of the file.
 """
 
+import datetime
 import re
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ DATES = (
 TIMES = ("", " %H:%M", " %H:%M:%S", " %H:%M:%S.%f") + tuple(
     f" {clock}{half}" for clock in ("%I:%M", "%I:%M:%S") for half in (" %p", "%p")
 )
-# A time of day, and an offset from UTC behind it.
-ZONED = re.compile(r"(:\d\d\S*(?:\s*[AP]M)?)\s*(Z|[+-]\d\d(?::?\d\d)?)$", re.IGNORECASE)
+# A time of day, such as T00, 0030 or 1:30 PM, and an offset from UTC behind it.
+ZONED = re.compile(
+    r"((?:T|\s)\d[\d:.]*(?:\s*[AP]M)?)\s*(Z|[+-]\d\d(?::?\d\d)?)$", re.IGNORECASE
+)
 YEARS = 1800, 2100  # range in which sorted whole numbers of four digits are years
 
 Step = pd.Timedelta | BaseOffset  # a fixed time, or weekdays, months, month ends
@@ -58,6 +61,9 @@ def parsed_dates(path: Path, cells: pd.Series, date_format: str) -> pd.DataFrame
             raise ValueError(f"date_format {date_format!r}: {error}") from None
         if times.isna().any():
             fail(times.isna(), f"is no date of the form {date_format!r}")
+        if not zoned.any() and _has_offset(cells, date_format):
+            why = "has an offset from UTC that is not read: it must follow the time "
+            fail(~zoned, why + "of day, as in 2020-01-31 12:00+01:00")
     else:
         _refuse_counters(where, cells)
         bare = cells.str.replace(ZONED, r"\1", regex=True)
@@ -88,6 +94,15 @@ def _parsed(cells: pd.Series, form: str) -> pd.Series:
     """Dates of cells, in UTC if the form has an offset; NaT for cells of other form."""
     times = pd.to_datetime(cells, format=form, utc=True, errors="coerce")
     return times.dt.tz_localize(None)
+
+
+def _has_offset(cells: pd.Series, form: str) -> bool:
+    """Whether a form reads an offset from UTC out of dates, other than zero."""
+    try:
+        zone = pd.to_datetime(cells, format=form).dt.tz
+    except ValueError:  # several offsets
+        return True
+    return zone is not None and bool(zone.utcoffset(datetime.datetime(2000, 1, 1)))
 
 
 def _offset(zone: str) -> pd.Timedelta:
@@ -135,8 +150,21 @@ def _one_reading(where: str, readings: dict[str, pd.Series]) -> pd.Series:
 
 
 def stamps(first: Any, number: int, step: Step) -> pd.DatetimeIndex:
-    """Dates of a number of rows, from the first."""
+    """Dates of a number of rows, from the first.
+
+    Steps of months keep the day of the first, in months that have it: 30 January, 28
+    February, 30 March.
+    """
+    if months := _same_days(step):  # pandas itself would go on from 28 February
+        day = pd.Timestamp(first)
+        dates = [day + pd.DateOffset(months=months * n) for n in range(number)]
+        return pd.DatetimeIndex(dates).as_unit("s")
     return pd.date_range(first, periods=number, freq=step, unit="s")
+
+
+def _same_days(step: Step) -> int:
+    """Months of a step to the same day of a month; 0 for any other."""
+    return 0 if isinstance(step, MonthEnd) else months_of(step)
 
 
 def _places(dates: pd.DatetimeIndex, step: Step) -> Int[np.ndarray, " n"]:
@@ -145,7 +173,12 @@ def _places(dates: pd.DatetimeIndex, step: Step) -> Int[np.ndarray, " n"]:
         passed = dates - dates[0]
         even = passed % step == pd.Timedelta(0)
         return np.where(even, passed // step, -1).astype(np.int64)
-    return pd.date_range(*dates[[0, -1]], freq=step, unit="s").get_indexer(dates)
+    if months := _same_days(step):
+        days = 1 + (dates[-1] - dates[0]).days
+        grid = stamps(dates[0], 1 + days // (28 * months), step)
+    else:
+        grid = pd.date_range(*dates[[0, -1]], freq=step, unit="s")
+    return grid.get_indexer(dates)
 
 
 def _candidates(dates: pd.DatetimeIndex) -> list[tuple[Step, np.ndarray]]:

@@ -111,7 +111,8 @@ class Series(NamedTuple):
 
     def following(self, number: int) -> np.ndarray:
         """Dates of the next rows beyond the end, datetime64[s]."""
-        return stamps(self.dates[-1], 1 + number, self.step)[1:].to_numpy()
+        known = len(self.dates)
+        return stamps(self.dates[0], known + number, self.step)[known:].to_numpy()
 
     @property
     def period(self) -> int:

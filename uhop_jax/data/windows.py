@@ -162,7 +162,8 @@ def splits(
 
 
 def scaler_of(values: Float[np.ndarray, "n D"]) -> Scaler:
-    """The scaling that gives each column mean 0 and variance 1."""
+    """The scaling that gives each column mean 0 and variance 1, in float64."""
+    values = np.asarray(values, np.float64)
     deviation = np.where(constant_columns(values), 1.0, values.std(0))
     return Scaler(values.mean(0), deviation)
 

@@ -92,12 +92,14 @@ class Study:
         families = [m.family for m in self.protocol.methods if m.family]
         kernels = {TUNING: TUNING_KERNELS, SCORED: SCORED_KERNELS}[stream]
         base = self.key(kernels, cell.memories)
+        settings = self.protocol.settings
         fitted = fit_kernels(
             families,
             jax.vmap(lambda i: jax.random.fold_in(base, i))(jnp.asarray(runs)),
             queries.memories,
             self.corruption(cell),
-            self.protocol.settings,
+            settings,
+            share=settings.masked_share if cell.kind == "mask" else 1.0,
         )
         return evaluation.entries_of(self.protocol.methods, fitted)
 

@@ -233,7 +233,7 @@ def grid_report(rows: Sequence[Mapping[str, Any]]) -> str:
         }
         limit = means.pop(LIMIT, math.nan)
         line = [Cell(*cell).title]
-        for names in (fixed & means.keys(), means):
+        for names in ([name for name in means if name in fixed], means):
             best = min(names, key=lambda name: records.ranked(means[name]), default="")
             line.append(f"{best} {means[best]:.3g}" if best else "-")
         chosen = Counter(r["setting"] for r in group if r["method"] == CALIBRATED)

@@ -257,6 +257,11 @@ def corruption_of(
         )
     if kind in ("block", "blur", "shift", "shift_noise") and len(shape) != 3:
         raise ValueError(f"a {kind} needs images, got patterns of shape {shape}")
+    if reference and kind == "mask" and level == 1:
+        raise ValueError(
+            "corruption.levels of a mask must be below 1 in the reference protocol, "
+            f"which divides by what is left, got {level}"
+        )
     if reference and kind not in ("mask", "noise", "norm_noise"):
         raise ValueError(
             f"the reference protocol has mask, noise and norm_noise, got {kind!r}"
@@ -290,6 +295,12 @@ def corruption_of(
         case "shift_noise":
             return ShiftedNoise(level, size)
         case "block":
+            side = round(math.sqrt(level * height * width))
+            if side > min(height, width):
+                raise ValueError(
+                    f"corruption.levels of a block: a square of {level} of an image of "
+                    f"{height} x {width} has {side} pixels a side, more than the image"
+                )
             return HiddenSquare(level, size)
         case "blur":
             if level == 0:

@@ -66,7 +66,8 @@ class Settings(NamedTuple):
       factors: multiples of the rates; each gives a kernel.
       t: scale of the separation loss.
       ridges: of the closed form; each gives a kernel.
-      share: part of the memories that Stage I sees.
+      masked_share: part of the memories that Stage I sees where queries are masked;
+        elsewhere it sees all.
       normalize_rows: whether the rows of `W` are scaled to unit norm at the end.
     """
 
@@ -76,7 +77,7 @@ class Settings(NamedTuple):
     factors: tuple[float, ...] = (1.0,)
     t: float = 2.0
     ridges: tuple[float, ...] = ()
-    share: float = 1.0
+    masked_share: float = 1.0
     normalize_rows: bool = False
 
 
@@ -147,19 +148,21 @@ def fit_kernels(
     memories: Array,
     corruption: Corruption,
     settings: Settings,
+    *,
+    share: float = 1.0,
 ) -> dict[str, dict[str, Kernel]]:
     """Fits the kernels of each family to memory sets `(sets, M, d)`.
 
     Each set has a key of its own. Several numbers of steps are snapshots of one run.
     Families that know the corruption make corrupted copies of their own: no kernel sees
-    the queries that are scored.
+    the queries that are scored. Stage I sees a `share` of the memories, the first ones.
 
     Returns:
       Kernels by family and setting; a kernel that depends on the memories has a leading
       axis of sets.
     """
     families, d = set(families), memories.shape[-1]
-    learned = memories[:, : max(2, int(settings.share * memories.shape[1]))]
+    learned = memories[:, : max(2, int(share * memories.shape[1]))]
     kernels: dict[str, dict[str, Kernel]] = {}
     gaussian, full = None, None
     start_keys, annealed_keys, likelihood_keys, mean_keys = jax.vmap(

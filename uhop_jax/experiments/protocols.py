@@ -105,6 +105,10 @@ _OTHERS = {
 }
 
 
+# Families of kernels that Stage I learns in steps.
+LEARNED = ("average", "maximum", "annealed", "average 1", "average 10")
+
+
 def meaning(name: str) -> str:
     """Similarity and separation that the name of a method stands for, in words."""
     if name in _OTHERS:
@@ -165,6 +169,15 @@ def check(config: ConfigDict) -> None:
         raise ValueError(
             "methods must name at least one besides calibrated, blind, limit"
         )
+    learned = tuple(m.name for m in METHODS[config.protocol] if m.family in LEARNED)
+    studied = {"scatter": ("U-Hop",), "metastability": ("MHM", "U-Hop")}
+    studied |= dict.fromkeys(("stage_one", "losses"), learned)
+    own = studied.get(config.variant, ())
+    if own and config.methods and not set(own) & set(config.methods):
+        raise ValueError(
+            f"methods of the {config.variant} variant must name at least one of "
+            f"{', '.join(own)}, got {', '.join(config.methods)}"
+        )
 
 
 def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
@@ -202,7 +215,7 @@ def protocol_of(config: ConfigDict, dimension: int) -> Protocol:
             relative_rates=rates,
             steps=dict.fromkeys(rates, steps),
             t=options.t,
-            share=0.5 if "mask" in config.corruption.kinds else 1.0,
+            masked_share=0.5,
         )
     methods = METHODS[config.protocol]
     if config.methods:

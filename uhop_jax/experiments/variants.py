@@ -1,6 +1,9 @@
-"""Studies of one cell: error against beta, loss against error, metastable states."""
+"""Studies of a cell: error against beta, loss against error, metastable states.
 
-from collections.abc import Mapping, Sequence
+Records of several cells are never averaged: each cell has its own panels and lines.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,35 +25,60 @@ from uhop_jax.similarity import Dot
 from uhop_jax.stage_one import Fitted, fit_sgd, gaussian_start, identity_start
 from uhop_jax.theory import effective_memories
 
+Rows = Sequence[Mapping[str, Any]]
+
+
+def _cells(rows: Rows) -> list[tuple[str, Rows]]:
+    """Title and records of each cell; the title is the size, if all else is one."""
+    groups = records.grouped(rows, records.CELL)
+    alike = len({(kind, level) for _, kind, level in groups}) == 1
+    return [
+        (f"M = {cell[0]}" if alike else Cell(*cell).title, members)
+        for cell, members in groups.items()
+    ]
+
+
+def _lines(rows: Rows, header: list[str], lines_of: Callable[[Rows], Any]) -> str:
+    """A table of the lines of each cell, which names the cells if they are several."""
+    cells = _cells(rows)
+    several = len(cells) > 1
+    lines = [["cell"] * several + header]
+    for title, members in cells:
+        lines += [[title] * several + line for line in lines_of(members)]
+    return records.aligned(lines)
+
+
 # Error against the number of Stage I steps (stage_one, losses)
 
 
-def steps_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Error, loss and `Delta_min` against N for each memory size, as in the paper.
+def steps_figure(rows: Rows) -> list[Panel]:
+    """Error, loss and `Delta_min` against N for each cell, as in the paper.
 
     Each of several rates has curves of its own.
     """
-    learned, plain = [], []
+    labelled = []
     for row in rows:
         if row["setting"].startswith("N="):
             steps, _, rate = row["setting"][2:].partition(", ")
             label = _label(row["method"], rate)
-            learned.append(dict(row, steps=int(steps), label=label))
+            labelled.append(dict(row, steps=int(steps), label=label))
         else:
-            plain.append(dict(row, label=row["method"]))
-    looks = figures.styles([*learned, *plain])
-    parts = []
-    for (M,), group in records.grouped(learned, ("memories",)).items():
-        places = {row["steps"] for row in group}
-        level = [dict(r, steps=N) for r in plain if r["memories"] == M for N in places]
+            labelled.append(dict(row, steps=None, label=row["method"]))
+    looks = figures.styles(labelled)
+    parts, cells = [], _cells(labelled)
+    for title, members in cells:
+        group = [row for row in members if row["steps"] is not None]
+        places = dict.fromkeys(row["steps"] for row in group)
+        plain = [row for row in members if row["steps"] is None]
+        level = [dict(row, steps=N) for row in plain for N in places]
         for key, name, shown, scale in (
             ("error", figures.ERROR, [*group, *level], "auto"),
             ("loss", "separation loss", group, "linear"),
             ("delta_min", "Delta_min", group, "linear"),
         ):
-            if key == "error" or len({row["memories"] for row in rows}) == 1:
+            if group and (key == "error" or len(cells) == 1):
                 curves = records.curves(shown, "steps", key, "label", interval=True)
-                about = (f"M = {M}", curves, "Stage I steps N", name, "symlog", scale)
+                about = (title, curves, "Stage I steps N", name, "symlog", scale)
                 parts.append(Panel(*about, styles=looks))
     return parts
 
@@ -78,26 +106,29 @@ def temperature_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
     return rows
 
 
-def temperature_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def temperature_figure(rows: Rows) -> list[Panel]:
     """Error against beta of each method with its best kernel, on its own grid."""
-    best = {(method, setting) for method, setting, *_ in _best_betas(rows)}
-    chosen = [
-        dict(r, label=_label(r["method"], r["setting"]))
-        for r in rows
-        if (r["method"], r["setting"]) in best
-    ]
-    return [
-        Panel(
-            group,
-            records.curves(members, "beta", "error", "label", interval=True),
-            "inverse temperature beta",
-            figures.ERROR,
-            xscale="log",
-            yscale="auto",
-            styles=figures.styles(chosen),
-        )
-        for group, members in figures.grouped(chosen).items()
-    ]
+    parts, cells = [], _cells(rows)
+    for title, members in cells:
+        best = {(method, setting) for method, setting, *_ in _best_betas(members)}
+        chosen = [
+            dict(r, label=_label(r["method"], r["setting"]))
+            for r in members
+            if (r["method"], r["setting"]) in best
+        ]
+        for group, lot in figures.grouped(chosen).items():
+            parts.append(
+                Panel(
+                    f"{title}, {group}" if len(cells) > 1 else group,
+                    records.curves(lot, "beta", "error", "label", interval=True),
+                    "inverse temperature beta",
+                    figures.ERROR,
+                    xscale="log",
+                    yscale="auto",
+                    styles=figures.styles(chosen),
+                )
+            )
+    return parts
 
 
 def _label(method: str, setting: str) -> str:
@@ -106,24 +137,29 @@ def _label(method: str, setting: str) -> str:
 
 
 def _best_betas(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Rows,
 ) -> list[tuple[str, str, float, float]]:
     """Method, setting, beta and error, at the least mean error of each method."""
     least: dict[str, tuple[str, str, float, float]] = {}
     keys = ("method", "setting", "beta")
     for (method, setting, beta), group in records.grouped(rows, keys).items():
         error = float(np.mean([r["error"] for r in group]))
-        if method not in least or error < least[method][-1]:
+        known = least.get(method)
+        if known is None or records.ranked(error) < records.ranked(known[-1]):
             least[method] = (method, setting, beta, error)
     return list(least.values())
 
 
-def temperature_report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The least error of each model, and its beta."""
-    lines = [["method", "best beta", "error"]]
-    for method, setting, beta, error in _best_betas(rows):
-        lines.append([_label(method, setting), f"{beta:.3g}", f"{error:.3g}"])
-    return records.aligned(lines)
+def temperature_report(rows: Rows) -> str:
+    """The least error of each model, and its beta, in each cell."""
+
+    def lines_of(members: Rows) -> list[list[str]]:
+        return [
+            [_label(method, setting), f"{beta:.3g}", f"{error:.3g}"]
+            for method, setting, beta, error in _best_betas(members)
+        ]
+
+    return _lines(rows, ["method", "best beta", "error"], lines_of)
 
 
 # Loss against error
@@ -185,10 +221,10 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
     return rows
 
 
-def scatter_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def scatter_figure(rows: Rows) -> list[Panel]:
     """Error against separation loss, one point for each run."""
     parts = []
-    for (M,), group in records.grouped(rows, ("memories",)).items():
+    for title, group in _cells(rows):
         up = [r for r in group if r["rate"] <= 0]
         down = [r for r in group if r["rate"] > 0]
         series = {
@@ -198,7 +234,7 @@ def scatter_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
         }
         parts.append(
             Panel(
-                f"M = {M}",
+                title,
                 series,
                 "separation loss",
                 figures.ERROR,
@@ -209,20 +245,24 @@ def scatter_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     return parts
 
 
-def scatter_report(rows: Sequence[Mapping[str, Any]]) -> str:
+def scatter_report(rows: Rows) -> str:
     """Rank correlation of loss and error, over all runs and with positive rates."""
     from scipy.stats import spearmanr
 
-    lines = [["runs", "number", "Spearman correlation"]]
-    for name, group in (
-        ("all", rows),
-        ("positive rate", [r for r in rows if r["rate"] > 0]),
-    ):
-        if len(group) > 2:
-            pairs = [(r["loss"], r["error"]) for r in group]
-            rho = spearmanr(*zip(*pairs, strict=True)).statistic
-            lines.append([name, str(len(group)), f"{rho:.3f}"])
-    return "separation loss against error\n" + records.aligned(lines)
+    def lines_of(members: Rows) -> list[list[str]]:
+        lines = []
+        for name, group in (
+            ("all", members),
+            ("positive rate", [r for r in members if r["rate"] > 0]),
+        ):
+            if len(group) > 2:
+                pairs = [(r["loss"], r["error"]) for r in group]
+                rho = spearmanr(*zip(*pairs, strict=True)).statistic
+                lines.append([name, str(len(group)), f"{rho:.3f}"])
+        return lines
+
+    table = _lines(rows, ["runs", "number", "Spearman correlation"], lines_of)
+    return "separation loss against error\n" + table
 
 
 # Metastable states
@@ -274,11 +314,11 @@ def _sizes(memories: Array, overlaps: Array, alphas: Array, betas: Array) -> tup
     return lax.map(one, (memories, overlaps))
 
 
-def metastability_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def metastability_figure(rows: Rows) -> list[Panel]:
     """Effective number of memories against beta, one curve for each alpha."""
     return [
         Panel(
-            f"{method}, M = {M}",
+            f"{method}, {title}",
             records.curves(
                 [dict(r, name=f"alpha = {r['alpha']:g}") for r in group],
                 "beta",
@@ -291,20 +331,26 @@ def metastability_figure(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
             xscale="log",
             yscale="log",
         )
-        for (M, method), group in records.grouped(rows, ("memories", "method")).items()
+        for title, members in _cells(rows)
+        for (method,), group in records.grouped(members, ("method",)).items()
     ]
 
 
-def metastability_report(rows: Sequence[Mapping[str, Any]]) -> str:
+def metastability_report(rows: Rows) -> str:
     """The least beta at which fewer than two memories are mixed, for each alpha."""
-    lines = [
-        ["method", "alpha", "least beta with fewer than 2 memories", "error there"]
-    ]
-    for (method, alpha), group in records.grouped(rows, ("method", "alpha")).items():
-        line = [method, f"{alpha:g}", "-", "-"]
-        for (beta,), x in sorted(records.grouped(group, ("beta",)).items()):
-            if np.mean([r["size"] for r in x]) < 2:
-                line[2:] = [f"{beta:.3g}", f"{np.mean([r['error'] for r in x]):.3g}"]
-                break
-        lines.append(line)
-    return records.aligned(lines)
+
+    def lines_of(members: Rows) -> list[list[str]]:
+        lines = []
+        keys = ("method", "alpha")
+        for (method, alpha), group in records.grouped(members, keys).items():
+            line = [method, f"{alpha:g}", "-", "-"]
+            for (beta,), x in sorted(records.grouped(group, ("beta",)).items()):
+                if np.mean([r["size"] for r in x]) < 2:
+                    error = np.mean([r["error"] for r in x])
+                    line[2:] = [f"{beta:.3g}", f"{error:.3g}"]
+                    break
+            lines.append(line)
+        return lines
+
+    least = "least beta with fewer than 2 memories"
+    return _lines(rows, ["method", "alpha", least, "error there"], lines_of)

@@ -16,6 +16,7 @@ from uhop_jax._checks import (
     check_count,
     check_finite,
     check_positive,
+    check_scalar,
     is_traced,
     wider_dtype,
     working_dtype,
@@ -116,7 +117,9 @@ def pattern_separation(
     memories = checked_memories(memories, similarity, features=not centre)
     reach = jnp.zeros((), memories.dtype)
     if not centre:
-        reach = slope_of(similarity) * as_scalar("distance", distance, memories.dtype)
+        check_scalar("distance", distance)
+        reach = as_at_least("distance", distance, 0.0, memories.dtype)
+        reach = slope_of(similarity) * reach
     return ball_separation(geometry_of(memories, similarity), reach)
 
 
@@ -282,13 +285,14 @@ def representation(
         worst = sums[jnp.argmax(jnp.abs(sums - 1))]
         if abs(float(worst) - 1) > float(jnp.finfo(dtype).eps) ** 0.5:
             raise ValueError(f"columns of target must sum to 1, got {float(worst)}")
+    cut = max(features.shape) * float(jnp.finfo(dtype).eps)  # singular values: rounding
     if not is_traced(features):
-        rank = int(np.linalg.matrix_rank(np.asarray(features)))
+        rank = int(np.linalg.matrix_rank(np.asarray(features), rtol=cut))
         if rank < count:
             raise ValueError(
                 f"features must be linearly independent: {count} have rank {rank}"
             )
-    inverse = jnp.linalg.pinv(features.T)
+    inverse = jnp.linalg.pinv(features.T, rtol=cut)
     # log P + log D_0, not log(P D_0): a huge or tiny scale must not overflow.
     logits = (jnp.log(target) + jnp.log(scale)[None]) / beta
     queries = jnp.matmul(logits, inverse, precision=lax.Precision.HIGHEST)

@@ -7,7 +7,7 @@ import numpy as np
 
 from uhop_jax import plotting, records
 from uhop_jax.training.application import Rows
-from uhop_jax.training.arms import of_task, panel
+from uhop_jax.training.arms import panel
 from uhop_jax.training.cells import BagCell
 
 SCORES = ("test_auc", "test_accuracy")
@@ -74,8 +74,14 @@ def table(rows: Rows) -> str:
 
 
 def panels(histories: Mapping[BagCell, Rows], rows: Rows) -> list[plotting.Panel]:
-    """Losses by epoch, and the AUC of each fold, for each arm."""
-    epochs = of_task((cell.arm, history) for cell, history in histories.items())
+    """Losses by epoch, and the AUC of each fold, of the chosen models of each arm."""
+    every = [
+        row | cell._asdict()
+        for cell, history in histories.items()
+        for row in history
+        if row["phase"] == "task"
+    ]
+    epochs = of_chosen(every, rows)
     chosen = of_chosen(rows, rows)
     return [
         panel("all folds", epochs, "epoch", "train_loss", "epoch", "training loss"),

@@ -105,14 +105,21 @@ def _train_cells(
             print(f"{cell.title}: {time.monotonic() - began:.0f} s", flush=True)
     if chief:
         if len(cells) > 1:
-            spread = " (mean ± standard deviation)" * (len(config.seeds) > 1)
             for name, parts in study.figures(histories, rows).items():
+                title = titled(study.title, parts)
                 draw = functools.partial(
-                    plotting.panels, parts=parts, title=study.title + spread, columns=2
+                    plotting.panels, parts=parts, title=title, columns=2
                 )
                 workdirs.write_file(workdir / name, draw)
         print(f"\n{study.title}\n\n{study.report(rows)}\n")
         print(f"written to {workdir}: {_files(workdir)}")
+
+
+def titled(title: str, parts: Sequence[plotting.Panel]) -> str:
+    """The title of a figure, which says what its error bars are, if it has any."""
+    curves = [curve for part in parts for curve in part.series.values()]
+    spread = any(any(curve.spread) for curve in curves)
+    return title + " (mean ± standard deviation)" * spread
 
 
 def _judged(study: Application, cell: AnyCell) -> str:
