@@ -405,7 +405,9 @@ def test_a_traced_number_out_of_range_gives_nan():
 
     for value in (1.5, -1.0, 0.0, np.inf, np.nan):
         finite = [bool(np.isfinite(x).all()) for x in results(value)]
-        assert finite == [value == 1.5] * 10
+        expected = [value == 1.5] * 10
+        expected[3] |= value == 0  # the separation at the memory itself
+        assert finite == expected
 
 
 def test_a_memory_of_64_bits_needs_them():

@@ -138,7 +138,6 @@ def shares_code(similarity):
 one_distance = slow_where(shares_code)
 
 
-@pytest.mark.few(6)
 @each("similarity", PLAIN)
 @each("separation", SEPARATIONS)
 @slow_where(
