@@ -59,3 +59,8 @@ def test_a_diagram_of_each_corruption_adds_up_its_sets(tmp_path):
     plotting.panels(tmp_path / "figure.png", panels)
     assert (tmp_path / "figure.png").stat().st_size > 5_000
     assert reliability_panels(rows[-1:]) == []
+
+
+def test_a_confidence_of_nan_is_refused():
+    with pytest.raises(ValueError, match="confidence"):
+        Reliability.of([0.5, np.nan], [True, False])

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from uhop_jax import records
+from uhop_jax._checks import check_finite
 from uhop_jax.plotting import Curve, Panel, reliability_panel
 
 BINS = 10  # of equal width
@@ -32,8 +33,12 @@ class Reliability:
         Args:
           confidence: probabilities in `[0, 1]` that answers are right.
           right: whether they are.
+
+        Raises:
+          ValueError: if a confidence is not finite.
         """
         confidence, right = np.asarray(confidence, float), np.asarray(right, float)
+        check_finite("confidence", confidence)
         place = np.minimum((confidence * BINS).astype(int), BINS - 1)
         totals = np.zeros((BINS, 3))
         rows = np.stack([np.ones_like(right), confidence, right], -1)
