@@ -1,5 +1,6 @@
 """What Hopfield layers share: inputs, norms, and the kernel that Stage I learns."""
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -340,20 +341,21 @@ class Layer(nnx.Module):
 
     _default_size: int | None = None  # the default `beta` is its inverse root, if given
 
+    @abc.abstractmethod
     def _queries(self, state: Array, batch: tuple[int, ...]) -> Array:
         """Queries `(*batch, L, heads, d)` from the features of states."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _stored(
         self, mapped: Array, memories: Array, read: Array
     ) -> tuple[Array, Array]:
         """Keys `(..., S, heads, d)` and values `(..., S, heads, v)`, see `_mapped`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _outputs(self, heads: Array) -> Array:
         """The output of a call, from the outputs of heads `(*batch, L, heads, v)`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _recalled(
         self,
         state: Array,
@@ -368,7 +370,6 @@ class Layer(nnx.Module):
 
         The key is for dropout; `inputs` are the arguments of the call.
         """
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
