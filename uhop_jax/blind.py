@@ -238,8 +238,13 @@ def fixed_similarities(
 ) -> dict[str, Similarity]:
     """The fixed similarities that `calibrate_blind` tries, by name.
 
-    Memories are centred about their mean; in two-sided centring, queries are centred
-    about the mean of queries. Where components are unobserved, nothing is centred.
+    Centred ones are left out where components are unobserved.
+
+    Args:
+      memories: stored patterns, one per row; their mean centres them.
+      queries: corrupted patterns, whose mean is the centre of queries in two-sided
+        centring.
+      observed: true for the known components of the queries.
     """
     if observed is not None:
         return dict(PLAIN)

@@ -92,8 +92,13 @@ def two_sided_centering(
 ) -> Centering:
     """Centring of memories about their mean, and of queries about the mean of queries.
 
-    The mean of queries is estimated from corrupted copies of the memories. If `corrupt`
-    returns `observed`, the mean is over observed components.
+    The mean of queries is estimated from corrupted copies of the memories.
+
+    Args:
+      key: random key, for the copies.
+      memories: stored patterns, one per row.
+      corrupt: as in `calibrate`; if it returns `observed`, the mean is over observed
+        components.
     """
     M = memories.shape[0]
     number = M * -(-CENTERED // M)

@@ -145,9 +145,14 @@ def _solved(weights: Array, values: Array, ridge: Array) -> tuple[Array, Array]:
 def whitenings(
     memories: Float[Array, "*sets M d"], ridges: Sequence[float]
 ) -> dict[float, LinearKernel | LowRankKernel]:
-    """`fit_closed_form` at several positive ridges, by ridge, from one decomposition.
+    """`fit_closed_form` at several positive ridges, from one decomposition.
 
-    Memories are in float32 or float64.
+    Args:
+      memories: stored patterns, one per row, in float32 or float64.
+      ridges: the ridges, all positive.
+
+    Returns:
+      The kernels by ridge.
 
     Raises:
       ValueError: as in `fit_closed_form`.

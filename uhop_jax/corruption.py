@@ -208,10 +208,16 @@ class Noise(AddedNoise):
         *,
         observed: Bool[Array, "*batch d"] | None = None,
     ) -> Float[Array, "*batch M"]:
-        """`log p(query | memory)` up to a constant of the query, in at least float32.
+        """`log p(query | memory)` up to a constant of the query.
 
-        Components of the query where `observed` is false may have any value, and do not
-        count.
+        Args:
+          memories: stored patterns, one per row.
+          query: corrupted patterns.
+          observed: true for components that count; components where it is false may
+            have any value.
+
+        Returns:
+          The log-likelihoods, in at least float32.
 
         Raises:
           ValueError: if a parameter is invalid, patterns are out of the range, or

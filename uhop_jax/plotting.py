@@ -85,6 +85,10 @@ def reliability_panel(title: str, curves: Mapping[str, Curve]) -> Panel:
     """A reliability diagram: how often answers are right, against their confidence.
 
     A grey line shows where both are equal. Curves differ in dashes and markers.
+
+    Args:
+      title: above the axes.
+      curves: frequency against confidence, by name.
     """
     equal = Curve([0.0, 1.0], [0.0, 1.0], [0.0, 0.0])
     looks = {name: Style(number, number) for number, name in enumerate(curves)}
@@ -122,8 +126,13 @@ def panels(
 ) -> None:
     """Saves panels side by side; equal labels share their range.
 
-    There are at most `columns` panels in a row. The names of curves stand below the
-    axes, once if all panels have the same names.
+    The names of curves stand below the axes, once if all panels have the same names.
+
+    Args:
+      path: file to write; its ending gives the format.
+      parts: the panels.
+      title: line above them.
+      columns: panels in a row, at most.
     """
     columns = min(len(parts), columns)
     rows = -(-len(parts) // columns)
@@ -215,8 +224,14 @@ def forecasts(
 ) -> None:
     """Saves forecasts with the truth: a row for each series, a column for each window.
 
-    The truth has the steps before and during each forecast; the forecasts are of its
-    last steps. Names are those of the series, with their units; titles, of the windows.
+    Args:
+      path: file to write; its ending gives the format.
+      truth: true values of the steps before and during each forecast.
+      ahead: the forecasts, of the last steps of `truth`.
+      names: of the series, with their units.
+      titles: of the windows.
+      xlabel: steps and their unit.
+      title: line above the panels.
     """
     columns, steps, rows = truth.shape
     horizon = ahead.shape[1]
@@ -265,7 +280,11 @@ def image_grid(
 ) -> None:
     """Saves images side by side: a row for each pattern, a column for each method.
 
-    Columns have a title each, and images in `[0, 1]`; captions stand under the images.
+    Args:
+      path: file to write; its ending gives the format.
+      columns: title and images of each column, in `[0, 1]`.
+      captions: words under the images of a column.
+      title: line above the grid.
     """
     rows = max(len(x) for x in columns.values())
     figure = new_figure(1.15 * len(columns), 1.2 * rows + 0.8)
@@ -292,7 +311,13 @@ def _shortened(words: str) -> str:
 
 
 def landscapes(path: Path, parts: Sequence[Landscape], *, title: str = "") -> None:
-    """Saves energy landscapes side by side: darker is lower, each on its own scale."""
+    """Saves energy landscapes side by side: darker is lower, each on its own scale.
+
+    Args:
+      path: file to write; its ending gives the format.
+      parts: the landscapes.
+      title: line above them.
+    """
     from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
 
     greys = LinearSegmentedColormap.from_list("greys", ["0.3", "1.0"])

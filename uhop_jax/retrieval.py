@@ -206,7 +206,13 @@ def trajectory(
 ) -> Trajectory:
     """The pattern, the features and the energy after every update.
 
-    Arguments are as in `retrieve`.
+    Args:
+      model: similarity, separation and inverse temperature.
+      memories: stored patterns.
+      query: initial states.
+      steps: number of updates, at least 1.
+      mask: true for valid memories.
+      observed: true for known components of the query.
 
     Returns:
       `Trajectory`, the query itself first.
@@ -238,7 +244,14 @@ def energy(
 
     The energy of features, such as `Trajectory.features`, is
     `energy(similarity.keys(memories), features, ...)` under the same similarity without
-    its kernel. Arguments are as in `retrieve`, the query holds states.
+    its kernel.
+
+    Args:
+      model: similarity, separation and inverse temperature.
+      memories: stored patterns.
+      query: states.
+      mask: true for valid memories.
+      observed: true for known components of the query.
 
     Returns:
       One energy for each state, in the working dtype (float32 for half precision).
@@ -264,6 +277,14 @@ def check(
     """Refuses arguments of `retrieve` under which a result would be NaN.
 
     `retrieve` itself reads no arrays, since that would wait for the device.
+
+    Args:
+      model: similarity, separation and inverse temperature.
+      memories: stored patterns.
+      query: initial states.
+      values: rows that the last weights average.
+      mask: true for valid memories.
+      observed: true for known components of the query.
 
     Raises:
       ValueError: if a visible memory or value, or a known component of a query, is not

@@ -25,9 +25,12 @@ KINDS = (
 
 
 class Dropout(Pytree):
-    """Masks components with probability `fraction`, and scales up the rest.
+    """Masks components with a probability, and scales up the rest, as dropout does.
 
-    The authors' code uses such dropout in place of a mask; the fraction is in `[0, 1)`.
+    The authors' code uses dropout in place of a mask.
+
+    Attributes:
+      fraction: probability that a component is masked, in `[0, 1)`.
     """
 
     fraction: ArrayLike = 0.5
@@ -39,8 +42,10 @@ class Dropout(Pytree):
 class FoldedNoise(Pytree):
     """Adds Gaussian noise, takes the magnitude of the sum and clamps it to `[0, 1]`.
 
-    The authors' code does so: negative values come back as positive values. The noise
-    of each component has the standard deviation `scale`.
+    The authors' code does so: negative values come back as positive values.
+
+    Attributes:
+      scale: standard deviation of the noise of each component.
     """
 
     scale: ArrayLike = 0.5
@@ -77,7 +82,11 @@ class FoldedNoise(Pytree):
 
 
 class FoldedNormNoise(Pytree):
-    """Like `FoldedNoise`, with a noise vector of Euclidean norm `scale`."""
+    """Like `FoldedNoise`, with noise whose whole vector has a given norm.
+
+    Attributes:
+      scale: the Euclidean norm of the noise vector.
+    """
 
     scale: ArrayLike = 0.5
 
@@ -90,7 +99,11 @@ def _folded(patterns: Array) -> Array:
 
 
 class SaltAndPepper(Pytree):
-    """Sets components, each with probability `fraction`, to 0 or 1 at random."""
+    """Sets components, each with a probability, to 0 or 1 at random.
+
+    Attributes:
+      fraction: probability that a component is replaced, in `[0, 1]`.
+    """
 
     fraction: ArrayLike = 0.5
 
@@ -102,7 +115,11 @@ class SaltAndPepper(Pytree):
 
 
 class Inverted(Pytree):
-    """Inverts the contrast, adds noise of deviation `scale` and clamps to `[0, 1]`."""
+    """Inverts the contrast, adds Gaussian noise and clamps to `[0, 1]`.
+
+    Attributes:
+      scale: standard deviation of the noise of each component.
+    """
 
     scale: ArrayLike = 0.5
 
@@ -111,7 +128,11 @@ class Inverted(Pytree):
 
 
 class Darkened(Pytree):
-    """Darkens by `0.6 x^3`, adds noise of deviation `scale` and clamps to `[0, 1]`."""
+    """Darkens by `0.6 x^3`, adds Gaussian noise and clamps to `[0, 1]`.
+
+    Attributes:
+      scale: standard deviation of the noise of each component.
+    """
 
     scale: ArrayLike = 0.5
 

@@ -58,11 +58,16 @@ def rival_scores(
     corruption: Callable[[PRNGKeyArray, Array], Any],
     timed: Any,
 ) -> dict[str, tuple[str, dict[str, float]]]:
-    """Setting and scores of each rival among `names`, after one update.
+    """Setting and scores of each rival, after one update.
 
-    The key is for the pairs that A-Hop learns from; labelled pairs are made by the
-    corruption that made the queries `(Q, d)` of the memories `target` among `(M, d)`.
-    `timed` calls a function and keeps its time under a name.
+    Args:
+      names: some of `RIVALS`.
+      key: random key, for the pairs that A-Hop learns from.
+      memories: stored patterns `(M, d)`.
+      query: corrupted patterns `(Q, d)`.
+      target: the memory of each query.
+      corruption: how the queries were made; labelled pairs are made so too.
+      timed: calls a function and keeps its time under a name.
     """
     about = memories, query, jnp.asarray(target)
     scores: dict[str, tuple[str, dict[str, float]]] = {}

@@ -38,7 +38,14 @@ def _association() -> Association:
 class Patches(nnx.Module):
     """Tokens of an image: one for each patch, and a separate class token.
 
-    Arguments are those of `ViH`; the patch must divide height and width.
+    Args:
+      image_shape: `(height, width, channels)`.
+      patch: side of a patch in pixels; it must divide height and width.
+      size: dimension of tokens.
+      positions: add a learned position to each token.
+      dtype: of the computation.
+      param_dtype: of the parameters.
+      rngs: for the start values.
 
     Raises:
       ValueError: if the patch does not divide the image.

@@ -84,7 +84,9 @@ class Separation(Pytree, abc.ABC):
     ) -> Float[Array, "*batch"]:
         """The convex function of each row whose gradient is `__call__`.
 
-        Arguments are as in `__call__`.
+        Args:
+          z: overlaps multiplied by the inverse temperature.
+          where: true for valid entries; broadcasts against `z`.
 
         Returns:
           One value for each row; zero for a row without a valid entry.
@@ -129,7 +131,14 @@ class Separation(Pytree, abc.ABC):
     ) -> Float[Array, "*batch"]:
         r"""`conjugate(beta * overlaps) / beta`, :math:`\Psi^\star(\beta, z)`.
 
-        Arguments are as in `tempered`, the result as in `conjugate`.
+        Args:
+          overlaps: finite overlaps.
+          beta: inverse temperature, positive; broadcasts against the leading axes of
+            `overlaps`.
+          where: true for valid entries; broadcasts against `overlaps`.
+
+        Returns:
+          As `conjugate`.
 
         Raises:
           ValueError: if `beta` is not positive, or as in `conjugate`.
