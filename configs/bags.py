@@ -87,6 +87,7 @@ def get_config(variant: str = "musk1") -> ml_collections.ConfigDict:
     config.stage_one.steps = 1  # N_i, before each step of the task
     config.stage_one.epochs = 5  # of the arms with warm-up
     config.stage_one.batch_size = 8  # B_1, bags of a Stage I step
+    config.stage_one.instances = 64  # drawn from each longer bag in a Stage I step
     config.stage_one.learning_rate = 0.1  # of Stage I
     config.stage_one.loss = "average"  # or "maximum", "deep", "contrastive"
     config.stage_one.t = 2.0  # of the separation loss, exp(-t |u - v|^2)

@@ -22,7 +22,7 @@ from uhop_jax.data.images import Images
 from uhop_jax.layers import Association
 from uhop_jax.models import BagClassifier
 from uhop_jax.training import ARMS, best_state, train_and_evaluate
-from uhop_jax.training.bag_data import Needles, source_of
+from uhop_jax.training.bag_data import Needles, sampling, source_of
 from uhop_jax.training.bags import BagClassification, explained, inputs
 
 TINY = {
@@ -516,3 +516,26 @@ def test_the_config_of_a_fold_is_kept(path, tmp_path, monkeypatch):
     assert [(c.arm, c.fold) for c in cells[1:3]] == [("MHM", 2), ("Sparse MHM", 1)]
     assert len({study.directory(cell) for cell in cells}) == 4
     assert json.loads(json.dumps(study.read(cells[0])))[str(path)]["shape"] == [43, 3]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_stage_one_sees_some_instances_of_long_bags(masked):
+    sizes = np.array([3, 8, 9, 40, 41]) if masked else np.full(5, 41)
+    place = np.broadcast_to(np.arange(41.0)[None, :, None], (5, 41, 1))
+    batch = {"instances": jnp.asarray(place), "labels": jnp.zeros(5)}
+    if masked:
+        batch["mask"] = jnp.arange(41) < sizes[:, None]
+    seen = [set() for _ in sizes]
+    for seed in range(60):
+        drawn = sampling(8)(batch, jax.random.key(seed))
+        assert drawn["instances"].shape == (5, 8, 1)
+        for bag, size in enumerate(sizes):
+            rows = np.asarray(drawn["instances"][bag, :, 0])[drawn["mask"][bag]]
+            assert len(rows) == len(set(rows)) == min(size, 8)
+            seen[bag] |= set(rows.astype(int))
+    assert seen == [set(range(size)) for size in sizes]
+    assert sampling(41)(batch, jax.random.key(0)) is batch
+    many = jnp.arange(1e6).reshape(1, -1, 1)
+    big = sampling(5000)({"instances": many, "labels": jnp.zeros(1)}, jax.random.key(0))
+    parts = np.asarray(big["instances"]).reshape(-1) // 200  # 5000 * 10**6 overflows
+    np.testing.assert_array_equal(parts, np.arange(5000))

@@ -68,6 +68,7 @@ class Application(abc.ABC):
         batch = min(self.config.train.batch_size, task.train.size)
         options = dict(self.config.stage_one)
         named = options.pop("loss")
+        options.pop("instances", None)  # of bags
         loss = stage_one_loss(
             arm.loss or named, options.pop("t"), options.pop("masked")
         )

@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -177,6 +177,37 @@ def padding(longest: int) -> Take:
         }
 
     return take
+
+
+@functools.cache
+def sampling(number: int) -> Callable[[Batch, Array], Batch]:
+    """A function that draws `number` instances of each bag, without repetition.
+
+    Stage I compares all pairs of a bag. Each of `number` equal parts of a longer bag
+    gives one instance; a bag that is not longer is left as it is.
+    """
+
+    def sample(batch: Batch, key: Array) -> Batch:
+        instances = batch["instances"]
+        bags, longest, _ = instances.shape
+        if longest <= number:
+            return batch
+        sizes = batch["mask"].sum(1) if "mask" in batch else jnp.full(bags, longest)
+        part = jnp.arange(number, dtype=jnp.int32)[None]
+        size = sizes.astype(jnp.int32)[:, None]
+        whole, rest = size // number, size % number
+
+        def cut(part: Array) -> Array:  # `part * size // number` without overflow
+            return part * whole + part * rest // number
+
+        first, end = cut(part), cut(part + 1)
+        draw = jax.random.uniform(key, (bags, number))
+        place = first + (draw * (end - first).astype(draw.dtype)).astype(jnp.int32)
+        place = jnp.where(size > number, jnp.minimum(place, end - 1), part)
+        drawn = jnp.take_along_axis(instances, place[..., None], axis=1)
+        return {"instances": drawn, "mask": part < size, "labels": batch["labels"]}
+
+    return sample
 
 
 def padded(

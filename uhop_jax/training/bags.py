@@ -20,7 +20,14 @@ from uhop_jax._checks import check_at_least, check_count, check_named, check_see
 from uhop_jax.training import bag_report
 from uhop_jax.training.application import Application, Rows
 from uhop_jax.training.arms import check_own_arms
-from uhop_jax.training.bag_data import Source, Stored, padded, padding, source_of
+from uhop_jax.training.bag_data import (
+    Source,
+    Stored,
+    padded,
+    padding,
+    sampling,
+    source_of,
+)
 from uhop_jax.training.bag_model import bag_model
 from uhop_jax.training.cells import BagCell
 from uhop_jax.training.exporting import FILE, write_export
@@ -46,6 +53,7 @@ class BagClassification(Application):
         check_count("folds", config.folds, 0)
         check_seed("data.draw", config.data.draw)
         check_at_least("train.weight_decay", config.train.weight_decay, 0)
+        check_count("stage_one.instances", config.stage_one.instances, 2)
         check_own_arms(config.arms)
         self._scores: Rows = []
         self._bags: Rows = []
@@ -116,7 +124,8 @@ class BagClassification(Application):
             }
 
         build = bag_model(self.config, cell, self.source.features)
-        return Task(build, score, inputs, train, test, validation)
+        sample = sampling(self.config.stage_one.instances)
+        return Task(build, score, inputs, train, test, validation, sample=sample)
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         del steps

@@ -380,8 +380,10 @@ class Trainer:
         self, state: TrainState, arrays: Any, index: Array, through: bool, key: Array
     ) -> TrainState:
         """One step of Stage I on some examples."""
-        inputs = self.task.inputs(self._take(self.task.train.take, arrays, index))
+        keys = jax.random.split(key)
+        batch = self._take(self.task.train.take, arrays, index)
+        inputs = self.task.inputs(self.task.sample(batch, keys[0]))
         states = self.task.separate_states
         return separation_step(
-            self.graphdef, self.stage_one, state, inputs, states, through, key
+            self.graphdef, self.stage_one, state, inputs, states, through, keys[1]
         )

@@ -72,6 +72,7 @@ class Task(NamedTuple):
       separate_states: whether Stage I separates states from memories too, as
         `separation_losses` with `states`.
       augment: `augment(batch, key)` changes a batch before training on it.
+      sample: `sample(batch, key)` is the part of a batch that Stage I separates.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -82,6 +83,7 @@ class Task(NamedTuple):
     validation: Split | None = None
     separate_states: bool = False
     augment: Callable[[Batch, Array], Batch] = unchanged
+    sample: Callable[[Batch, Array], Batch] = unchanged
 
     @property
     def judge(self) -> str:
