@@ -20,6 +20,7 @@ FAST = (
     "--xla_cpu_use_fusion_emitters=false"
 )
 os.environ.setdefault("XLA_FLAGS", FAST)
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads the HLO
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.mkdtemp(prefix="uhop_jax_")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
@@ -43,7 +44,7 @@ settings.load_profile("uhop")
 
 ROOT = Path(__file__).parent.parent
 SHARED = Path(os.environ.get("UHOP_SHARED_DATA", ROOT.parent / "shared" / "data"))
-LIMIT = {"mnist": 10_000, "cifar10": 600}  # images of a split, for the tests
+LIMIT = {"mnist": 4_000, "cifar10": 600}  # images of a split, for the tests
 
 TOLERANCES = {
     jnp.dtype(jnp.float64): 1e-10,

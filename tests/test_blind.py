@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_close, every_dtype, slow_where
+from conftest import assert_close, every_dtype
 
 import uhop_jax as uhop
 from uhop_jax import data
@@ -96,6 +96,7 @@ def test_transformations_undo_what_moves_components(digits):
     assert error(plain.model, digits, query, target) > 1
 
 
+@pytest.mark.slow
 def test_an_easy_corruption_loses_nothing(digits):
     query, target = queries_of(digits, uhop.Noise(0.1))
     moves = image_transformations(SHAPE)
@@ -201,6 +202,7 @@ def test_the_regression_recovers_from_sure_and_wrong_weights():
     assert ((design @ weights > 0) == (labels > 0)).mean() > 0.99
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("own", "foreign"), [(90, 30), (90, 0), (2, 1)])
 def test_foreign_queries_of_a_known_table(own, foreign):
     everything = jnp.asarray(data.load("digits", limit=300).values, jnp.float32)
@@ -217,7 +219,7 @@ def test_foreign_queries_of_a_known_table(own, foreign):
     assert p[:own].max() < 0.2 and (p[own:] > 0.8).all()
 
 
-@slow_where(lambda dtype: dtype != jnp.bfloat16)
+@pytest.mark.slow
 @every_dtype
 def test_every_dtype(digits, dtype):
     query, target = queries_of(digits, Inverted(0.2), 40)

@@ -94,6 +94,7 @@ def test_uc01_all_masked_row(sep):
     np.testing.assert_array_equal(gradient[1], alone[1])
 
 
+@pytest.mark.few(6)
 @every_dtype
 @pytest.mark.parametrize(
     ("sep", "expected"),

@@ -30,6 +30,7 @@ TINY = {
     "window": (12,),
     "arms": ("MHM + U-Hop",),
     "model.segment": 4,
+    "model.scales": 1,
     "model.size": 8,
     "model.mlp_size": 8,
     "model.num_heads": 2,

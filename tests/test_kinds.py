@@ -29,6 +29,7 @@ def as_images(x):
     return np.asarray(x).reshape(-1, *SHAPE)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_keeps_shape_and_is_a_function_of_its_key(kind):
     level = {"shift": 2.0, "blur": 1.0}.get(kind, 0.4)
@@ -63,7 +64,7 @@ def test_folded_noise_is_never_negative_and_its_likelihood_is_bayes():
         assert_close(row - row[0], np.asarray(expected) - expected[0])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("scale", [0.0, 1e-200, 1e-25])
 def test_noise_of_scale_zero_identifies_the_memory(scale, dtype):

@@ -343,6 +343,7 @@ def test_any_association_in_an_attention_of_flax(separation, options):
     assert all(x != 0 for x in learned)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("separation", ["softmax", "sparsemax"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_static_layers_equal_the_core_bit_for_bit(separation, steps):
@@ -517,7 +518,8 @@ def test_every_option_does_something(name):
     if str(shapes[0]) != str(shapes[1]):
         return
     key = jax.random.key(0)
-    results = [m.associate(3 * STATE, 3 * MEMORIES, key=key) for m in (plain, changed)]
+    associate = nnx.jit(lambda m: m.associate(3 * STATE, 3 * MEMORIES, key=key))
+    results = [associate(m) for m in (plain, changed)]
     if results[0].output.shape != results[1].output.shape:
         return
     differ = results[0].weights.shape != results[1].weights.shape
@@ -1311,6 +1313,7 @@ def test_wrong_calls(untyped, arguments, message):
         layer()(*arguments)
 
 
+@pytest.mark.few(2)
 @every_dtype
 def test_dtypes(dtype):
     model = layer(num_heads=H, kernel=True, steps=2, param_dtype=dtype)

@@ -74,6 +74,7 @@ def test_the_extra_lab_is_what_scripts_need():
     assert {re.match(r"[\w-]+", line)[0].removesuffix("-py") for line in extra} == names
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("script", ["retrieve.py", "train.py"])
 @pytest.mark.parametrize("missing", ["pandas", "ml_collections"])
 def test_a_script_names_a_missing_package(tmp_path, script, missing):

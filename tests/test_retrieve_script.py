@@ -124,6 +124,7 @@ def test_the_limit_uses_the_observed_components():
     np.testing.assert_array_equal(compare._limit(Noise(0.0), plain).top1, [[1], [1]])
 
 
+@pytest.mark.slow
 def test_each_family_of_kernels_draws_from_a_key_of_its_own(monkeypatch):
     used = []
 

@@ -233,6 +233,7 @@ def test_an_alpha_known_in_advance():
 SMOOTH = (Softmax(), Softmax1(), Entmax(1.0), Entmax(1.3), Polynomial(3))
 
 
+@pytest.mark.few(6)
 @every_separation
 def test_derivatives_of_the_weights(sep):
     f = functools.partial(weights, sep)
@@ -323,7 +324,7 @@ def test_a_row_depends_on_no_other_row(sep):
         assert np.abs(difference).max() <= 2 * np.finfo(np.float64).eps
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(14)
 @slow_where(
     lambda sep, dtype: (
         dtype == jnp.bfloat16
@@ -366,6 +367,7 @@ def test_permuting_the_memories_permutes_the_weights(sep):
     assert_close(weights(sep, z[:, order]), weights(sep, z)[:, order])
 
 
+@pytest.mark.few(11)
 @slow_where(lambda hidden: hidden in (3.0, jnp.inf))
 @every_separation
 @pytest.mark.parametrize("hidden", [3.0, jnp.nan, jnp.inf, -jnp.inf])
@@ -410,6 +412,7 @@ def test_masks_broadcast(sep):
         assert_close(weights(sep, z, jnp.broadcast_to(where, shape)), expected)
 
 
+@pytest.mark.few(11)
 @every_separation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_huge_and_tied_overlaps(sep, dtype):
@@ -423,6 +426,7 @@ BETAS = (1e-6, 1e-3, 1.0, 1e3, 1e6, 1e10, 1e20, 1e30, 1e38)
 LEVELS = ([0.875, 0.875, 0.5, -1], [-0.25, -0.5, -2, -3], [0.7, 0.1, 0.3, 0.2])
 
 
+@pytest.mark.few(22)
 @slow_where(
     lambda jitted, dtype: dtype == jnp.float64 or (not jitted and dtype != jnp.float32)
 )
@@ -653,6 +657,7 @@ def test_no_two_separations_share_a_structure():
     assert equal == [[a == b for a in kinds] for b in kinds]
 
 
+@pytest.mark.few(6)
 @every_separation
 def test_calls_outside_of_jit_compile_once(sep, compilations):
     z, beta = normal(20, 9), jnp.asarray(2.0)

@@ -54,6 +54,7 @@ def test_known_sets_are_whole(name, shape, minutes, first, last):
     assert series.following(2)[1] == series.dates[-1] + 2 * series.step
 
 
+@pytest.mark.slow
 def test_every_fourth_row_of_ettm1_is_etth1():
     hours, quarters = known("etth1"), known("ettm1")
     np.testing.assert_allclose(quarters.values[::4], hours.values, rtol=1e-15)

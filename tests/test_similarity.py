@@ -191,6 +191,7 @@ def test_gram(similarity):
         np.testing.assert_array_equal(jnp.diagonal(gram), 0)
 
 
+@pytest.mark.few(16)
 @slow_where(combines)
 @every_similarity
 @pytest.mark.parametrize("hidden", [3.0, jnp.nan])
@@ -218,6 +219,7 @@ def test_nan_shows(similarity):
     np.testing.assert_array_equal(jnp.isnan(z), bad)
 
 
+@pytest.mark.few(8)
 @slow_where(combines)
 @on_features
 def test_gradient_over_the_observed(similarity):
@@ -292,6 +294,7 @@ def test_cosine_of_tiny_and_huge_vectors(size):
     assert_close(overlaps(Cosine(), size * memories, size * query), expected)
 
 
+@pytest.mark.few(27)
 @slow_where(
     lambda similarity, dtype: (
         combines(similarity) or (not plain(similarity) and dtype == jnp.float16)

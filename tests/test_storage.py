@@ -167,6 +167,7 @@ def assert_same(actual, expected):
             assert a == b
 
 
+@pytest.mark.few(106)
 @every_dtype
 @pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
 def test_saved_objects_are_loaded_bit_for_bit(tmp_path, make, dtype):

@@ -76,7 +76,7 @@ def sources(x, path):
     yield lambda: iter(np.split(x, cuts))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("separation", "similarity"), CASES, ids=label)
 def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
     beta = jnp.asarray([0.3, 1.0, 2.0, 6.0])
@@ -105,6 +105,7 @@ def test_equal_to_direct_retrieval(separation, similarity, tmp_path):
         np.testing.assert_array_equal(streamed.nearest[best > 0], index[best > 0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("separation", "similarity"),
     [
@@ -152,6 +153,7 @@ def test_steep_weights_equal_the_direct_ones(beta):
             assert_close(streamed.weights, best, floor=1e-7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alpha", [2.5, 3.0, 5.0])
 def test_steep_gradients_equal_the_direct_ones(alpha):
     def loss(run, memories, query, beta, alpha):
@@ -191,6 +193,7 @@ def test_gradient_with_known_components():
     jax.tree.map(lambda a, b: assert_close(a, b, scale=100), streamed, direct)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("block", [7, 101, None, *map(slow, (1, 100, 1000))])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_any_block(block, on_host):

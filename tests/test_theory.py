@@ -166,6 +166,7 @@ def test_naive_bound_of_the_retrieval_error_is_false():
 # -- [eqn:error_bound_exp] -------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("similarity", BALL_SIMILARITIES, ids=name)
 def test_error_bounds_hold_in_the_ball_and_follow_from_one_another(similarity):
     for seed, beta in itertools.product(range(3), [0.3, 3.0, 30.0]):

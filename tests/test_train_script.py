@@ -471,7 +471,7 @@ def test_unreadable_checkpoints_are_not_called_damaged(finished, tmp_path, monke
     assert files_of(run) == before | {mine.relative_to(run): b"weights"}
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_and_continued_run_equals_an_uninterrupted_one(tmp_path, devices):
     """SIGKILL at a random moment, the same command again, bit for bit."""
     flags = [*FLAGS, "--config.train.epochs=4", "--config.model.dropout=0.2"]

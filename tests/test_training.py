@@ -389,6 +389,7 @@ def test_one_patch_is_warned_about():
         trainer_of()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a patch of")
 def test_with_one_memory_sparse_and_dense_are_one_model():
     """The paper's CIFAR setting, with the kernel too."""
