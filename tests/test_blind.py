@@ -154,6 +154,7 @@ def test_mean_and_variance_far_from_the_origin():
             )
 
 
+@pytest.mark.slow
 def test_candidates_of_nan_are_never_chosen():
     rng = np.random.default_rng(0)
     memories = jnp.asarray(rng.normal(size=(12, 8)), jnp.float32)

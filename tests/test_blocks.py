@@ -380,6 +380,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_a_bag_split_over_devices():
     """Four devices with a quarter of each bag retrieve and learn as one does."""
     flags = f"{FAST} --xla_force_host_platform_device_count=4"

@@ -69,6 +69,7 @@ def number_of_parameters(model):
 # Equality with attention and with the functional core ---------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options", [{}, dict(separation="entmax"), dict(steps=3)], ids=repr
 )
@@ -144,7 +145,7 @@ def test_values_of_few_states_are_means_of_values(separation, dropout):
         assert_close(one, other, scale=10)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "separation, dropout",
     [("softmax", 0.5), ("entmax", 0.0), ("topk", 0.0), ("softmax1", 0.5)],

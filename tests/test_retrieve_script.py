@@ -185,7 +185,7 @@ def test_the_other_protocols_fix_beta(tmp_path, protocol):
         assert np.mean(errors["l2, released sign"]) > 1.3 * np.mean(errors["l2"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["paper", "fair"])
 def test_each_rate_is_a_setting_with_a_curve_of_its_own(tmp_path, protocol):
     changes = {"protocol": protocol, "stage_one.steps": (1, 20), "images": 0}
@@ -249,7 +249,8 @@ def read_after(directory, config):
     return read(directory / "results.csv")
 
 
-@pytest.mark.slow_where(lambda variant: variant == "grid")  # the demo is a small one
+# The demo is a small grid; the query variant learns from unlabelled queries too.
+@pytest.mark.slow_where(lambda variant: variant in ("grid", "blind"))
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "demo"])
 def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     changes = {"methods": ("MHM", "U-Hop"), "images": 0}

@@ -101,7 +101,7 @@ def test_shapes(options):
 EVERY = {"residual_mean": True, "pool_queries": "shared", "alpha_per_head": True}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"preset": "released"}, EVERY], ids=str)
 def test_every_parameter_is_learned(options):
     model, x = small(**options), windows(2, 12, 3)

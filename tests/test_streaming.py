@@ -272,7 +272,7 @@ def test_half_precision_sums_in_float32():
         assert_close(streamed.state, np.ones(2))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("separation", SEPARATIONS[:5], ids=label)
 def test_no_array_has_the_size_of_all_overlaps(separation):
     def run(memories, query):

@@ -555,6 +555,7 @@ def test_the_table_of_arms_is_whole():
             assert set(config_of("vision", variant).arms) <= set(ARMS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a patch of")
 def test_the_reference_runs_the_released_model(tmp_path):
     """The released layer with Stage I and without; each seed draws its own images."""
