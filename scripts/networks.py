@@ -118,12 +118,12 @@ def verdict() -> str:
     if len(every) < 2 or allowed:
         count = f"{len(every)} of {len(SCORES)} tasks"
         reason = (
-            f", and the intervals of {len(allowed)} of {len(LEARNED)} learned arms "
-            "allow a gain of one point on two tasks"
+            "; no learned arm gains one point on two of them, but the intervals of "
+            f"{len(allowed)} of {len(LEARNED)} allow it"
         )
         return (
             f"Whether Stage I helps in a network is undecided: {count} are measured"
-            f"{reason * (len(every) > 1)}."
+            f"{reason * (len(every) > 1)}. The plain layer is the choice until then."
         )
     some = [f"{arm} on {', '.join(x)}" for arm, x in number.items() if x]
     alone = f" One task alone gains: {'; '.join(some)}." if some else ""

@@ -252,7 +252,7 @@ ONE = "--config.model.beta='(0.0,)' --config.model.dropout='(0.0,)'"
 NETWORKS = {
     "networks_recall": Kept("train.py --config=configs/recall.py", 25),
     "networks_musk1": Kept(f"{BAGS}:musk1 {ONE} {_arms(*IN_NETWORKS)}", 10),
-    "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {_arms(*IN_NETWORKS)}", 400),
+    "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {_arms(*IN_NETWORKS)}", 100),
     "networks_elephant": Kept(f"{BAGS}:elephant {ONE} {_arms(*IN_NETWORKS)}", 15),
     "networks_ucsb": Kept(f"{BAGS}:ucsb {ONE} {_arms(*IN_NETWORKS)}", 15),
 }

@@ -99,7 +99,7 @@ def test_gains_are_paired(monkeypatch):
     assert gain.mean == pytest.approx(2.15) and 0 < gain.half < 0.3 and gain.counts
     assert not found["MHM + U-Hop"].counts
     assert "| MHM + contrastive | +2.2 ± 0.2 |" in networks.table()
-    assert "undecided: 1 of 6 tasks are measured" in networks.verdict()
+    assert "undecided: 1 of 6 tasks are measured. The plain" in networks.verdict()
     second = [
         dict(row, test_auc=row["test_accuracy"], fold=row["seed"] + 1) for row in rows
     ]
