@@ -183,8 +183,11 @@ def padding(longest: int) -> Take:
 def sampling(number: int) -> Callable[[Batch, Array], Batch]:
     """A function that draws `number` instances of each bag, without repetition.
 
-    Stage I compares all pairs of a bag. Each of `number` equal parts of a longer bag
-    gives one instance; a bag that is not longer is left as it is.
+    Stage I compares all pairs of a bag. The function takes a batch with `instances`
+    `(B, S, d)`, and `mask` `(B, S)` if bags are padded, and returns instances
+    `(B, number, d)` with their mask. Each of `number` equal parts of a longer bag gives
+    one instance; a shorter bag gives all. A batch with `S <= number` is returned
+    itself.
     """
 
     def sample(batch: Batch, key: Array) -> Batch:
