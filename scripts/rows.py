@@ -363,7 +363,7 @@ def _learning() -> list[Claim]:
                 ("table:time-series",),
                 f"{TITLES[data]}, horizon {horizon}: MSE {row.plain[0]}, MAE "
                 f"{row.plain[1]}, with U-Hop {row.uhop[0]}, {row.uhop[1]}",
-                ("etth1",) if data == "etth1" else (),
+                (f"etth1_{horizon}",) if data == "etth1" else (),
                 learning.forecast(data, horizon),
                 "MSE and MAE are judged apart; holds: at least half of the paper's "
                 "gain, beyond 2 standard errors, or no gain where the paper has none; "
