@@ -118,8 +118,9 @@ def test_half_of_the_memories_are_learned_of_masked_cells_alone(monkeypatch, kin
 @pytest.mark.parametrize(
     ("variant", "methods", "message"),
     [
-        ("scatter", ("l1", "l2"), "at least one of U-Hop, got l1, l2"),
-        ("metastability", ("l2",), "at least one of MHM, U-Hop, got l2"),
+        ("scatter", ("U-Hop", "l1"), "'l1'; choose one of U-Hop"),
+        ("metastability", ("l2",), "'l2'; choose one of MHM, U-Hop"),
+        ("temperature", ("MHM", "calibrated"), "temperature variant 'calibrated'"),
         ("stage_one", ("MHM",), "at least one of U-Hop, .*, got MHM"),
     ],
 )

@@ -256,6 +256,8 @@ def test_every_variant_runs_and_continues(tmp_path, variant, capsys):
     changes = {"methods": ("MHM", "U-Hop"), "images": 0}
     if variant == "grid":  # and an image grid, a calibrated memory, and the limit
         changes = {"methods": ("MHM", "U-Hop", "calibrated", "limit"), "images": 2}
+    if variant == "scatter":
+        changes["methods"] = ("U-Hop",)
     kinds = CONFIG["get_config"](variant).corruption.kinds
     if variant == "grid":
         kinds = changes["corruption.kinds"] = ("mask",)
@@ -851,24 +853,35 @@ def test_any_words_stand_under_pictures(tmp_path):
     assert plotting._shortened(words[1]) == "a_very_long_…_0001.png"
 
 
-@pytest.mark.parametrize(("protocol", "unit"), [("paper", True), ("reference", False)])
-def test_kernels_of_a_scatter_follow_its_protocol(
-    tmp_path, monkeypatch, protocol, unit
-):
-    kernels = []
+@pytest.mark.parametrize("protocol", ["paper", "reference", "fair"])
+def test_kernels_of_a_scatter_follow_its_protocol(tmp_path, monkeypatch, protocol):
+    fits, overlaps = [], []
 
-    def recorded(*args, **options):
-        fitted = fit_sgd(*args, **options)
-        kernels.append(fitted.snapshots)
+    def recorded(memories, **options):
+        fitted = fit_sgd(memories, **options)
+        fits.append((np.asarray(memories), fitted.snapshots))
         return fitted
 
+    def compared(entries, queries):
+        overlaps.append(np.asarray(queries.memories[0]))
+        return overlaps_of(entries, queries)
+
+    overlaps_of = evaluation.overlaps
     monkeypatch.setattr("uhop_jax.experiments.variants.fit_sgd", recorded)
+    monkeypatch.setattr(evaluation, "overlaps", compared)
     config = get_config("scatter", protocol=protocol)
     experiments.run(config, tmp_path / "run")
-    assert len(kernels) == config.runs
-    for kernel in kernels:
+    fair = protocol == "fair"
+    assert len(fits) == len(overlaps) == config.runs * (1 + fair)
+    (M,) = config.memories
+    for memories, kernel in fits:  # the released code fits to half of the memories
+        assert len(memories) == (M // 2 if protocol == "reference" else M)
         norms = np.linalg.norm(kernel.weights, axis=-1)
-        assert np.allclose(norms, 1, atol=1e-4) == unit
+        assert np.allclose(norms, 1, atol=1e-4) == (protocol == "paper")
+    if fair:  # beta is chosen on a set that shares no pattern with the scored set
+        for scored, tuned, queries in zip(fits[::2], fits[1::2], overlaps[::2]):
+            assert np.array_equal(tuned[0], queries)
+            assert not (scored[0][:, None] == tuned[0]).all(-1).any()
 
 
 def test_every_run_of_a_scatter_is_drawn(tmp_path):

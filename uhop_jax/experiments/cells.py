@@ -64,6 +64,10 @@ class Study:
             )
         )
 
+    def share(self, cell: Cell) -> float:
+        """The part of the memories of a cell that Stage I sees."""
+        return self.protocol.settings.masked_share if cell.kind == "mask" else 1.0
+
     def key(self, *numbers: int) -> Array:
         """The key of the config's seed, with numbers folded in."""
         key = jax.random.key(self.config.seed)
@@ -92,14 +96,13 @@ class Study:
         families = [m.family for m in self.protocol.methods if m.family]
         kernels = {TUNING: TUNING_KERNELS, SCORED: SCORED_KERNELS}[stream]
         base = self.key(kernels, cell.memories)
-        settings = self.protocol.settings
         fitted = fit_kernels(
             families,
             jax.vmap(lambda i: jax.random.fold_in(base, i))(jnp.asarray(runs)),
             queries.memories,
             self.corruption(cell),
-            settings,
-            share=settings.masked_share if cell.kind == "mask" else 1.0,
+            self.protocol.settings,
+            share=self.share(cell),
         )
         return evaluation.entries_of(self.protocol.methods, fitted)
 

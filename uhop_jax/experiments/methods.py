@@ -155,14 +155,14 @@ def fit_kernels(
 
     Each set has a key of its own. Several numbers of steps are snapshots of one run.
     Families that know the corruption make corrupted copies of their own: no kernel sees
-    the queries that are scored. Stage I sees a `share` of the memories, the first ones.
+    the queries that are scored. Stage I sees a `share` of the memories.
 
     Returns:
       Kernels by family and setting; a kernel that depends on the memories has a leading
       axis of sets.
     """
     families, d = set(families), memories.shape[-1]
-    learned = memories[:, : max(2, int(share * memories.shape[1]))]
+    learned = seen_by_stage_one(memories, share)
     kernels: dict[str, dict[str, Kernel]] = {}
     gaussian, full = None, None
     start_keys, annealed_keys, likelihood_keys, mean_keys = jax.vmap(
@@ -211,6 +211,11 @@ def fit_kernels(
             rank = family.split()[1]
             kernels[family] = {"": full.cut(None if rank == "full" else int(rank))}
     return kernels
+
+
+def seen_by_stage_one(memories: Array, share: float) -> Array:
+    """The first memories `(..., M, d)` of each set: a `share`, two at least."""
+    return memories[..., : max(2, int(share * memories.shape[-2])), :]
 
 
 @jax.jit

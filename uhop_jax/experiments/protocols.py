@@ -169,14 +169,20 @@ def check(config: ConfigDict) -> None:
         raise ValueError(
             "methods must name at least one besides calibrated, blind, limit"
         )
-    learned = tuple(m.name for m in METHODS[config.protocol] if m.family in LEARNED)
-    studied = {"scatter": ("U-Hop",), "metastability": ("MHM", "U-Hop")}
-    studied |= dict.fromkeys(("stage_one", "losses"), learned)
-    own = studied.get(config.variant, ())
-    if own and config.methods and not set(own) & set(config.methods):
+    alone = {"scatter": ["U-Hop"], "metastability": ["MHM", "U-Hop"]}
+    alone["temperature"] = known  # what is calibrated has one beta, the limit none
+    for name in config.methods:
+        check_choice(
+            f"method of the {config.variant} variant",
+            name,
+            alone.get(config.variant, [*known, *extra]),
+        )
+    learned = [m.name for m in METHODS[config.protocol] if m.family in LEARNED]
+    by_steps = config.variant in ("stage_one", "losses")
+    if by_steps and config.methods and not set(learned) & set(config.methods):
         raise ValueError(
             f"methods of the {config.variant} variant must name at least one of "
-            f"{', '.join(own)}, got {', '.join(config.methods)}"
+            f"{', '.join(learned)}, got {', '.join(config.methods)}"
         )
 
 

@@ -14,9 +14,9 @@ from jaxtyping import Array
 
 from uhop_jax import records
 from uhop_jax.experiments import evaluation, figures
-from uhop_jax.experiments.cells import SCORED, Cell, Study, base_row
-from uhop_jax.experiments.evaluation import Entry
-from uhop_jax.experiments.methods import Method
+from uhop_jax.experiments.cells import SCORED, TUNING, Cell, Study, base_row
+from uhop_jax.experiments.evaluation import Entry, Queries
+from uhop_jax.experiments.methods import Method, seen_by_stage_one
 from uhop_jax.losses import AverageLoss
 from uhop_jax.model import Model
 from uhop_jax.plotting import Curve, Panel
@@ -170,26 +170,22 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
 
     In the paper and reference protocols the rate is `N(0, 1)`, as in the paper: half of
     the runs climb the loss. In the fair protocol it is log-uniform from 0.1 to 100
-    times the rate of the config.
+    times the rate of the config, and beta is chosen on another memory set, with a
+    kernel of the same rate and number of steps.
     """
     config, settings = study.config, study.protocol.settings
     fair = config.protocol == "fair"
     most = max(1, *settings.steps["average"])
     rng = np.random.default_rng((config.seed, 1))
-    rows = []
-    for run in range(config.runs):
-        queries = study.queries(cell, SCORED, range(run, run + 1))
-        d = queries.memories.shape[-1]
-        number = int(rng.integers(1, most + 1))
-        normal, uniform = rng.normal(), rng.uniform(-1, 2)
-        rate = config.stage_one.relative_rate * 10**uniform if fair else normal / d
-        start: Fitted = identity_start(d)
+
+    def fitted(queries: Queries, run: int, rate: float, number: int) -> Entry:
+        """U-Hop with a kernel of the one memory set of the queries."""
+        memories = seen_by_stage_one(queries.memories[0], study.share(cell))
+        start: Fitted = identity_start(memories.shape[-1])
         if settings.start == "gaussian":
-            start = gaussian_start(study.key(5, run), d)
-        fitted = timed(
-            "Stage I",
-            fit_sgd,
-            queries.memories[0],
+            start = gaussian_start(study.key(5, run), memories.shape[-1])
+        kernels = fit_sgd(
+            memories,
             relative_rate=jnp.full(most, rate),
             steps=most,
             start=start,
@@ -197,17 +193,31 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
             snapshots=(number,),
             normalize_rows=settings.normalize_rows,
             path="gram",
-        )
-        model = Model(Dot(fitted.snapshots), beta=1.0)
-        entry = Entry(Method("U-Hop", Dot, Softmax(), "average"), f"N={number}", model)
+        ).snapshots
+        method = Method("U-Hop", Dot, Softmax(), "average")
+        return Entry(method, f"N={number}", Model(Dot(kernels), beta=1.0))
+
+    def best_beta(queries: Queries, entry: Entry) -> float:
         overlaps = evaluation.overlaps([entry], queries)
+        swept = evaluation.errors_by_beta([entry], overlaps, queries.memories)
+        [(_, beta)] = evaluation.best_entries([entry], *swept)
+        return beta
+
+    rows = []
+    for run in range(config.runs):
+        one = range(run, run + 1)
+        queries = study.queries(cell, SCORED, one)
+        d = queries.memories.shape[-1]
+        number = int(rng.integers(1, most + 1))
+        normal, uniform = rng.normal(), rng.uniform(-1, 2)
+        rate = config.stage_one.relative_rate * 10**uniform if fair else normal / d
+        entry = timed("Stage I", fitted, queries, run, rate, number)
+        beta = config.beta
         if fair:
-            errors, betas = evaluation.errors_by_beta(
-                [entry], overlaps, queries.memories
-            )
-            [(_, beta)] = evaluation.best_entries([entry], errors, betas)
-        else:
-            beta = config.beta
+            tuning = study.queries(cell, TUNING, one)
+            of_tuning = timed("Stage I", fitted, tuning, run, rate, number)
+            beta = timed("choice", best_beta, tuning, of_tuning)
+        overlaps = evaluation.overlaps([entry], queries)
         scores = timed(
             "retrieval", evaluation.score, [entry], overlaps, [beta], queries.memories
         )
