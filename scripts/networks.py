@@ -67,7 +67,7 @@ def samples(rows: list[dict[str, Any]], score: str) -> dict[Any, float]:
 
 def gains() -> dict[str, dict[str, Gain | float]]:
     """For each task the score of the plain layer, and the gain of each other arm."""
-    found: dict[str, dict[str, Gain | float]] = {}
+    tasks: dict[str, dict[str, Gain | float]] = {}
     for study, (task, score) in SCORES.items():
         if not (rows := read(study)):
             continue
@@ -76,11 +76,11 @@ def gains() -> dict[str, dict[str, Gain | float]]:
             for (arm,), group in records.grouped(rows, ("arm",)).items()
         }
         plain = arms.pop(PLAIN)
-        found[task] = {PLAIN: float(np.mean([*plain.values()]))}
+        tasks[task] = {PLAIN: float(np.mean([*plain.values()]))}
         for arm, own in arms.items():
             pairs = [own[key] - plain[key] for key in plain]
-            found[task][arm] = Gain(float(np.mean(pairs)), records.half_width(pairs))
-    return found
+            tasks[task][arm] = Gain(float(np.mean(pairs)), records.half_width(pairs))
+    return tasks
 
 
 def table() -> str:

@@ -205,7 +205,7 @@ def _of_claim(claim: Claim, judgement: Judged) -> Entry:
 
 
 def _of_finding(finding: Finding) -> Entry:
-    evidence = {"Numbers": finding.found, "Rule": finding.rule}
+    evidence = {"Numbers": finding.numbers, "Rule": finding.rule}
     return Entry(finding.says, [finding.label], finding.verdict, evidence)
 
 

@@ -18,14 +18,14 @@ class Finding(NamedTuple):
     Attributes:
       label: label of the statement in the paper.
       says: what the paper states.
-      found: numbers computed here.
+      numbers: as computed here.
       rule: how the verdict follows from the numbers.
       verdict: one of `verdicts.VERDICTS`.
     """
 
     label: str
     says: str
-    found: str
+    numbers: str
     rule: str
     verdict: str
 

@@ -93,11 +93,11 @@ def test_gains_are_paired(monkeypatch):
     ]
     studies = {"networks_recall": rows, "networks_musk1": []}
     monkeypatch.setattr(networks, "read", lambda name: studies.get(name, []))
-    (found,) = networks.gains().values()
-    assert found["MHM"] == pytest.approx(15.0)
-    gain = found["MHM + contrastive"]
+    (gains,) = networks.gains().values()
+    assert gains["MHM"] == pytest.approx(15.0)
+    gain = gains["MHM + contrastive"]
     assert gain.mean == pytest.approx(2.15) and 0 < gain.half < 0.3 and gain.counts
-    assert not found["MHM + U-Hop"].counts
+    assert not gains["MHM + U-Hop"].counts
     assert "| MHM + contrastive | +2.2 ± 0.2 |" in networks.table()
     assert "undecided: 1 of 6 tasks are measured. The plain" in networks.verdict()
     second = [

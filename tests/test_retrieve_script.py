@@ -879,9 +879,10 @@ def test_kernels_of_a_scatter_follow_its_protocol(tmp_path, monkeypatch, protoco
         norms = np.linalg.norm(kernel.weights, axis=-1)
         assert np.allclose(norms, 1, atol=1e-4) == (protocol == "paper")
     if fair:  # beta is chosen on a set that shares no pattern with the scored set
-        for scored, tuned, queries in zip(fits[::2], fits[1::2], overlaps[::2]):
-            assert np.array_equal(tuned[0], queries)
-            assert not (scored[0][:, None] == tuned[0]).all(-1).any()
+        pairs = zip(fits[::2], fits[1::2], overlaps[::2], strict=True)
+        for (scored, _), (tuned, _), queries in pairs:
+            assert np.array_equal(tuned, queries)
+            assert not (scored[:, None] == tuned).all(-1).any()
 
 
 def test_every_run_of_a_scatter_is_drawn(tmp_path):

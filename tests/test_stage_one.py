@@ -427,6 +427,14 @@ def test_sgd_is_optax_sgd(rate, momentum, optimizer, standard_promotion):
         assert relative(single.kernel.weights - start.weights, moved) < 1e-2
 
 
+def test_a_traced_momentum_out_of_range_gives_nan():
+    fit = jax.jit(
+        lambda x: fit_sgd(draw(5, 3), relative_rate=0.1, steps=2, momentum=x).loss
+    )
+    for momentum, fitted in ((0.5, True), (1.0, False), (-0.1, False)):
+        assert np.isfinite(fit(momentum)[-1]) == fitted
+
+
 @pytest.mark.parametrize("rate", RATES.values(), ids=RATES)
 def test_rates_are_numbers_or_schedules(rate):
     options = {"steps": 8, "start": STARTS["wide"], "path": "gram"}

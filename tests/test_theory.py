@@ -558,6 +558,8 @@ def test_metastable_size_and_effective_memories():
     weights = jnp.array([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4, [0.0] * 4])
     assert theory.metastable_size(weights).tolist() == [1, 2, 4, 0]
     assert theory.metastable_size(weights, threshold=0.3).tolist() == [1, 2, 0, 0]
+    wrong = jax.jit(lambda t: theory.metastable_size(weights, threshold=t))(-0.1)
+    assert wrong.tolist() == [-1] * 4  # not read while it is traced
     assert_close(theory.effective_memories(weights), [1.0, 2.0, 4.0, 0.0])
     weights = jax.nn.softmax(gaussian(0, 4, 4))
     assert_close(theory.effective_memories(weights), 1 / (weights**2).sum(-1))

@@ -39,10 +39,10 @@ def _require_lab() -> None:
     missing = []
     for name in LAB:
         try:
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:  # the package above it
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             missing.append(name)
     if missing:
         print(

@@ -109,12 +109,12 @@ def curves(
     """
     spread = half_width if interval else deviation
     frame = pd.DataFrame(rows, columns=[x, y, by])
-    found = {}
+    by_name = {}
     for name, group in frame[frame[y] != ""].groupby(by, sort=False):
         samples = group.groupby(x)[y].agg(list)  # pandas itself leaves NaN out
         means = [float(np.mean(sample)) for sample in samples]
-        found[name] = Curve([*samples.index], means, [spread(s) for s in samples])
-    return found
+        by_name[name] = Curve([*samples.index], means, [spread(s) for s in samples])
+    return by_name
 
 
 def of_least(rows: Sequence[Mapping[str, Any]], by: str, value: str) -> list:

@@ -204,6 +204,7 @@ def fit_sgd(
         raise ValueError("the gram path needs a start kernel without a center")
     rates = _relative_rates(relative_rate, steps).astype(memories.dtype) * d
     momentum = jnp.asarray(momentum).astype(memories.dtype)
+    momentum = jnp.where((momentum >= 0) & (momentum < 1), momentum, jnp.nan)
     gram = path == "gram"
     function: Any = fit_gram if gram else functools.partial(fit_weights, None)
     run = functools.partial(function, steps, len(marks), normalize_rows)

@@ -184,7 +184,7 @@ def scatter_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
         start: Fitted = identity_start(memories.shape[-1])
         if settings.start == "gaussian":
             start = gaussian_start(study.key(5, run), memories.shape[-1])
-        kernels = fit_sgd(
+        kernels: Any = fit_sgd(
             memories,
             relative_rate=jnp.full(most, rate),
             steps=most,

@@ -277,7 +277,8 @@ def metastable_size(
         the support of a sparse separation; 0.01 is usual for `Softmax`.
 
     Returns:
-      A number for each state; 1 means that one memory is retrieved alone.
+      A number for each state; 1 means that one memory is retrieved alone. -1 stands
+      for a threshold in a JAX array that is negative or NaN.
 
     Raises:
       ValueError: if `threshold` is negative, or `weights` is a scalar.
@@ -285,7 +286,8 @@ def metastable_size(
     check_at_least("threshold", threshold, 0.0)
     weights = _checked_weights(weights)
     threshold = jnp.asarray(threshold).astype(weights.dtype)
-    return (weights > threshold).sum(-1, dtype=jnp.int32)
+    size = (weights > threshold).sum(-1, dtype=jnp.int32)
+    return jnp.where(threshold >= 0, size, -1)
 
 
 def effective_memories(weights: Float[Array, "*batch M"]) -> Float[Array, "*batch"]:

@@ -9,6 +9,7 @@ from uhop_jax import plotting, records
 from uhop_jax.training.application import Rows
 from uhop_jax.training.arms import panel
 from uhop_jax.training.cells import BagCell
+from uhop_jax.training.task import REACHED
 
 SCORES = ("test_auc", "test_accuracy")
 CANDIDATE = ("beta", "dropout")
@@ -83,13 +84,14 @@ def panels(histories: Mapping[BagCell, Rows], rows: Rows) -> list[plotting.Panel
     ]
     epochs = of_chosen(every, rows)
     chosen = of_chosen(rows, rows)
-    return [
-        panel("all folds", epochs, "epoch", "train_loss", "epoch", "training loss"),
-        panel(
-            "all folds", epochs, "epoch", "validation_loss", "epoch", "validation loss"
-        ),
-        panel("test bags", chosen, "fold", "test_auc", "fold", "AUC", points=True),
+    parts = [
+        panel("all folds", epochs, "epoch", f"{part}_loss", REACHED, f"{name} loss")
+        for part, name in (("train", "training"), ("validation", "validation"))
     ]
+    parts.append(
+        panel("test bags", chosen, "fold", "test_auc", "fold", "AUC", points=True)
+    )
+    return parts
 
 
 def weight_panels(rows: Rows) -> list[plotting.Panel]:

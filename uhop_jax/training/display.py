@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from uhop_jax import plotting, records
 from uhop_jax.training.judging import Goal, columns
 from uhop_jax.training.steps import Trainer
+from uhop_jax.training.task import REACHED
 from uhop_jax.workdir import write_file
 
 
@@ -62,6 +64,8 @@ def draw_curves(
     }
     parts: list[plotting.Panel] = []
     task = [row for row in rows if row["phase"] == "task"]
+    lengths = Counter(row["seed"] for row in task)
+    epoch = "epoch" if len({*lengths.values()}) < 2 else REACHED
     for metric in reversed(trainer.metrics):
         long = [
             {"epoch": row["epoch"], "value": row[f"{part}_{metric}"], "part": name}
@@ -71,13 +75,13 @@ def draw_curves(
         ]
         curves = records.curves(long, "epoch", "value", "part")
         if all(curves != panel.series for panel in parts):  # the loss may be a metric
-            parts.append(plotting.Panel(metric, curves, "epoch", metric))
+            parts.append(plotting.Panel(metric, curves, epoch, metric))
     for phase, group in records.grouped(rows, ("phase",)).items():
         long = [dict(row, part="separation") for row in group]
         curves = records.curves(long, "epoch", "separation", "part")
         if curves:
             name = "separation loss" + (", Stage I" if phase[0] != "task" else "")
-            parts.append(plotting.Panel(name, curves, "epoch", "separation loss"))
+            parts.append(plotting.Panel(name, curves, epoch, "separation loss"))
     seeds = len({row["seed"] for row in rows})
     spread = f", {seeds} seeds (mean ± standard deviation)" * (seeds > 1)
     write_file(path, lambda file: plotting.panels(file, parts, title=title + spread))

@@ -13,7 +13,7 @@ from uhop_jax.data.dates import date_text
 from uhop_jax.training.application import Rows
 from uhop_jax.training.arms import of_task, panel
 from uhop_jax.training.cells import ForecastCell
-from uhop_jax.training.task import SEPARATIONS
+from uhop_jax.training.task import REACHED, SEPARATIONS
 from uhop_jax.workdir import write_file, write_table
 
 METRICS = ("mse", "mae")
@@ -111,7 +111,7 @@ def panels(
         )
         loss = config.train.loss.upper()
         for part in ("train", "validation"):
-            about = (title, epochs, "epoch", f"{part}_loss", "epoch")
+            about = (title, epochs, "epoch", f"{part}_loss", REACHED)
             parts.append(panel(*about, f"{part} {loss}"))
     return parts
 

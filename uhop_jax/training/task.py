@@ -23,6 +23,8 @@ SCHEDULES = ("none", "bilevel", "warmup", "reference")
 # Sums over Stage I steps of means over layers: the separation loss, and its gap to the
 # lower bound.
 SEPARATIONS = ("separation", "separation_gap")
+# The axis of curves of runs some of which stop early.
+REACHED = "epoch (mean of the runs that reach it)"
 
 Batch = Mapping[str, Array]
 Take = Callable[[Mapping[str, Array], Array], Batch]
