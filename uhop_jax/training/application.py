@@ -66,17 +66,20 @@ class Application(abc.ABC):
         """The trainer of a cell."""
         arm, task = arm_of(cell.arm), self.task(cell)
         batch = min(self.config.train.batch_size, task.train.size)
-        options = dict(self.config.stage_one)
-        named = options.pop("loss")
-        options.pop("instances", None)  # of bags
-        loss = stage_one_loss(
-            arm.loss or named, options.pop("t"), options.pop("masked")
-        )
+        options = self.config.stage_one
         return Trainer(
             task,
             self.optimizer(-(-task.train.size // batch)),
             StageOneOptions(
-                schedule=arm.schedule, by_task=arm.by_task, loss=loss, **options
+                arm.schedule,
+                steps=options.steps,
+                epochs=options.epochs,
+                batch_size=options.batch_size,
+                learning_rate=options.learning_rate,
+                loss=stage_one_loss(
+                    arm.loss or options.loss, options.t, options.masked
+                ),
+                by_task=arm.by_task,
             ),
             batch_size=batch,
             seeds=self.seeds(cell),
