@@ -249,6 +249,8 @@ BAG_SETS = {
     "bags_mnist": Kept(f"{BAGS}:mnist_bags", 2),
     "bags_mnist_1000": Kept(f"{BAGS}:mnist_bags --config.data.bags=1000", 3),
     "bags_needle": Kept(f"{BAGS}:needle", 3),
+    "bags_needle_small_beta": Kept(f"{BAGS}:needle --config.model.beta='(0.25,)'", 3),
+    "bags_needle_one_state": Kept(f"{BAGS}:needle --config.model.quantity=1", 3),
 }
 
 ONE = "--config.model.beta='(0.0,)' --config.model.dropout='(0.0,)'"

@@ -322,7 +322,8 @@ def bags() -> str:
             chosen = bag_report.of_chosen(group, group)
             seeds, tests = ({row[key] for row in chosen} for key in ("seed", "fold"))
             number = f"{len(tests)} x {len(seeds)}" if tests != {0} else f"{len(seeds)}"
-            title = name.removeprefix("bags_") + f", {arm}" * (arm != "MHM")
+            title = name.removeprefix("bags_").replace("_", " ")
+            title += f", {arm}" * (arm != "MHM")
             scores = [bag_report.shown(chosen, score) for score in bag_report.SCORES]
             stated = POOLING.get(chosen[0]["data"], "")
             text.append(line(title, number, *scores, f"{stated}"))
