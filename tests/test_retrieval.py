@@ -23,6 +23,7 @@ from uhop_jax import (
     Cosine,
     Dot,
     Entmax,
+    Entmax15,
     Identity,
     LikelihoodKernel,
     LinearKernel,
@@ -716,7 +717,7 @@ def test_one_program_for_many_numbers(compilations):
     kernels = normal(4, 12, 12)
     counts = []
     for beta, alpha, kernel in zip(
-        (1.0, 2.0, 3.0, 0.5), (1.2, 1.5, 2.0, 1.0), kernels, strict=True
+        (1.0, 2.0, 3.0, 0.5), (1.2, 1.7, 2.5, 1.0), kernels, strict=True
     ):
         retrieve(
             Model(Dot(LinearKernel(kernel)), Entmax(alpha), beta=beta),
@@ -727,6 +728,22 @@ def test_one_program_for_many_numbers(compilations):
         counts.append(len(compilations))
     assert counts[0] > 0
     assert len(set(counts)) == 1
+
+
+def test_a_known_alpha_has_the_program_of_its_arithmetic(compilations):
+    memories, query = normal(COUNT, 12), normal(3, 12)
+    for alpha, fixed in ((1.5, Entmax15()), (2.0, Sparsemax())):
+        expected = retrieve(Model(Dot(), fixed, beta=1.0), memories, query)
+        number = len(compilations)
+        known = retrieve(Model(Dot(), Entmax(alpha), beta=1.0), memories, query)
+        assert len(compilations) == number
+        assert (known.weights == expected.weights).all()
+        traced = jax.jit(
+            lambda alpha: retrieve(
+                Model(Dot(), Entmax(alpha), beta=1.0), memories, query
+            )
+        )(alpha)
+        assert_close(traced.weights, expected.weights)
 
 
 @one_distance

@@ -5,6 +5,7 @@ has one query and its memory set. `over_rows` maps a function of a row over the 
 axes. Arrays that several rows share are passed on as they are, never tiled.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,9 +84,21 @@ def problem_of(model, memories, query, values, mask, observed) -> Problem:
     check_broadcast("beta", model.beta, rows)
     for leaf in jax.tree.leaves(model.separation):
         check_broadcast("alpha", leaf, rows)
+    model = _specialised(model)
     problem = Problem(model, memories, query, values, mask, observed)
     check_positive("beta", model.beta, working_dtype(problem.dtype))
     return problem
+
+
+def _specialised(model: Model) -> Model:
+    """The model with a separation that compiles to less, if its numbers are known.
+
+    Numbers of Python are known; an array may be traced, or lie on a device.
+    """
+    numbers = jax.tree.leaves(model.separation)
+    if not numbers or not all(isinstance(number, float | int) for number in numbers):
+        return model
+    return dataclasses.replace(model, separation=model.separation.specialised())
 
 
 def _prepared(problem: Problem) -> Problem:
