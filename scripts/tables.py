@@ -104,10 +104,20 @@ SPEED: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 
 
+TINY = 1e-4  # errors below are shown as 0
+
+
+def shown(error: float) -> str:
+    """An error in three digits."""
+    return f"{error:.3g}" if error > TINY else "0"
+
+
 def with_error(sample: Sequence[float]) -> str:
     """Mean and its standard error."""
-    error = np.std(sample, ddof=1) / len(sample) ** 0.5
-    return f"{np.mean(sample):.3g} ± {error:.1g}"
+    mean = float(np.mean(sample))
+    if mean <= TINY:
+        return "0"
+    return f"{mean:.3g} ± {np.std(sample, ddof=1) / len(sample) ** 0.5:.1g}"
 
 
 def line(*cells: str) -> str:
@@ -171,8 +181,8 @@ def blind() -> str:
             means = {name: float(np.mean(x)) for name, x in samples.items()}
             mine, known = means.pop("blind"), means.pop("known corruption")
             best = min(means, key=lambda name: means[name])
-            entries += [f"{best} {means[best]:.3g}", f"{mine:.3g}"]
-        text.append(line(*entries, f"{known:.3g}"))
+            entries += [f"{best} {shown(means[best])}", shown(mine)]
+        text.append(line(*entries, shown(known)))
     return "\n".join(text)
 
 
@@ -186,9 +196,6 @@ KNOWS = {
     "known corruption": "memories; the corruption, as labelled pairs; no setting",
     "blind": "memories and queries; no setting",
 }
-
-
-TINY = 1e-4  # errors below are shown as 0
 
 
 def rivals() -> str:
@@ -217,7 +224,7 @@ def rivals() -> str:
             least = min(errors.values())
             entries = []
             for error in errors.values():
-                entry = f"{error:.3g}" if error > TINY else "0"
+                entry = shown(error)
                 entries.append(f"**{entry}**" if error == least else entry)
             title = f"{kind.replace('_', ' ')} {level:g}"
             text.append(line(title, *entries))

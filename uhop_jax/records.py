@@ -14,6 +14,7 @@ from uhop_jax.plotting import Curve
 from uhop_jax.storage import write_whole
 
 CELL = ("memories", "corruption", "level")  # columns that identify a cell
+ROUNDING = 1e-12  # smaller numbers are shown as 0
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -142,8 +143,13 @@ def mean_and_spread(sample: Sequence[float]) -> str:
     """`mean ± standard deviation`; a dash for no value."""
     if not sample:
         return "-"
-    text = f"{np.mean(sample):.3g}"
-    return f"{text} ± {deviation(sample):.2g}" if len(sample) > 1 else text
+    spread = f" ± {_number(deviation(sample)):.2g}" * (len(sample) > 1)
+    return f"{_number(np.mean(sample)):.3g}{spread}"
+
+
+def _number(x: float | np.floating) -> float:
+    """The number, or zero where rounding made it."""
+    return 0.0 if abs(x) < ROUNDING else float(x)
 
 
 def mean_and_interval(sample: Sequence[float]) -> str:
