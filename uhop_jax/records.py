@@ -147,8 +147,8 @@ def mean_and_spread(sample: Sequence[float]) -> str:
     return f"{_number(np.mean(sample)):.3g}{spread}"
 
 
-def _number(x: float | np.floating) -> float:
-    """The number, or zero where rounding made it."""
+def _number(x: Any) -> float:
+    """The number as a float, zero where rounding made it."""
     return 0.0 if abs(x) < ROUNDING else float(x)
 
 
