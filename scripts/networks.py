@@ -29,6 +29,7 @@ SCORES = {
     "networks_musk2": ("musk2", "test_auc"),
     "networks_elephant": ("elephant", "test_auc"),
     "networks_ucsb": ("ucsb", "test_auc"),
+    "networks_etth1": ("ETTh1", "test_mse"),
     "patches": ("CIFAR-10, patches", "test_accuracy"),
 }
 
@@ -56,23 +57,27 @@ class Gain(NamedTuple):
 
 
 def samples(rows: list[dict[str, Any]], score: str) -> dict[Any, float]:
-    """Scores in per cent: of each fold, a mean over seeds; else of each seed."""
+    """Scores in per cent: of each fold, a mean over seeds; else of each seed.
+
+    In place of the squared error of standardised series, the variance explained.
+    """
     by = "fold" if "fold" in rows[0] and rows[0]["fold"] else "seed"
-    groups = records.grouped(rows, (by,))
-    return {
-        key: 100 * float(np.mean([row[score] for row in group]))
-        for (key,), group in groups.items()
-    }
+    scores = {}
+    for (key,), group in records.grouped(rows, (by,)).items():
+        mean = float(np.mean([row[score] for row in group]))
+        scores[key] = 100 * (1 - mean if score == "test_mse" else mean)
+    return scores
 
 
 def gains() -> dict[str, dict[str, Gain | float]]:
     """For each task the score of the plain layer, and the gain of each other arm."""
     tasks: dict[str, dict[str, Gain | float]] = {}
     for study, (task, score) in SCORES.items():
-        if not (rows := read(study)):
+        # Forecasts that need no training have no seed. GSH is the layer of forecasters.
+        if not (rows := [row for row in read(study) if row["seed"] != ""]):
             continue
         arms = {
-            arm: samples(group, score)
+            arm.replace("GSH", PLAIN): samples(group, score)
             for (arm,), group in records.grouped(rows, ("arm",)).items()
         }
         plain = arms.pop(PLAIN)

@@ -91,6 +91,17 @@ def test_gains_are_paired(monkeypatch):
         for arm, gain in (("MHM + contrastive", 0.02), ("MHM + U-Hop", -0.05))
         for row in plain
     ]
+    forecasts = [{"arm": "last value", "seed": "", "test_mse": 1.3}] + [
+        {"arm": arm, "seed": seed, "test_mse": 0.4 + 0.01 * (arm == "GSH")}
+        for arm in ("GSH", "GSH + contrastive")
+        for seed in range(3)
+    ]
+    monkeypatch.setattr(
+        networks, "read", lambda name: forecasts if name == "networks_etth1" else []
+    )
+    (gains,) = networks.gains().values()  # of the variance explained
+    assert gains["MHM"] == pytest.approx(59.0)
+    assert gains["MHM + contrastive"].mean == pytest.approx(1.0)
     studies = {"networks_recall": rows, "networks_musk1": []}
     monkeypatch.setattr(networks, "read", lambda name: studies.get(name, []))
     (gains,) = networks.gains().values()
@@ -99,7 +110,7 @@ def test_gains_are_paired(monkeypatch):
     assert gain.mean == pytest.approx(2.15) and 0 < gain.half < 0.3 and gain.counts
     assert not gains["MHM + U-Hop"].counts
     assert "| MHM + contrastive | +2.2 ± 0.2 |" in networks.table()
-    assert "undecided: 1 of 6 tasks are measured. The plain" in networks.verdict()
+    assert "undecided: 1 of 7 tasks are measured. The plain" in networks.verdict()
     second = [
         dict(row, test_auc=row["test_accuracy"], fold=row["seed"] + 1) for row in rows
     ]
