@@ -260,7 +260,7 @@ NETWORKS = {
     "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {_arms(*IN_NETWORKS)}", 100),
     "networks_elephant": Kept(f"{BAGS}:elephant {ONE} {_arms(*IN_NETWORKS)}", 15),
     "networks_ucsb": Kept(f"{BAGS}:ucsb {ONE} {_arms(*IN_NETWORKS)}", 15),
-    # A forecaster of a sixteenth of the parameters, which the plain layer trains as well.
+    # A forecaster with a fifteenth of the parameters.
     "networks_etth1": Kept(
         f"{SERIES}:etth1 --config.seeds='(0,1,2,3,4)' --config.model.size=64 "
         "--config.model.mlp_size=128 --config.train.learning_rate=3e-4 "
