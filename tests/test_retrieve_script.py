@@ -231,10 +231,10 @@ def test_rivals_have_the_queries_of_blind_calibration(tmp_path, capsys):
     )
     assert [row["method"] for row in rivals] == list(RIVALS)
     errors = {row["method"]: float(row["error"]) for row in plain + rivals}
-    # An ordinary similarity at its best on these queries; the pairs tell how they were
-    # made, and so does the table.
-    assert errors["A-Hop, labelled pairs"] < errors["cosine"]
-    assert errors["known corruption"] < errors["A-Hop, labelled pairs"]
+    # Labelled pairs, and the table, tell how the queries were made; a cosine at its best
+    # on these queries does not know it.
+    for name in ("A-Hop, labelled pairs", "known corruption"):
+        assert errors[name] < 0.1 * errors["cosine"]
     assert "A-Hop, labelled pairs" in capsys.readouterr().out
     with pytest.raises(ValueError, match="method of the blind variant 'MHM'"):
         experiments.run(get_config("blind", methods=("MHM",)), tmp_path / "wrong")
