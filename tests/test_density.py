@@ -145,6 +145,7 @@ def test_equations_without_a_solution_are_named(untyped):
             with pytest.raises(ValueError, match="ridge 0 leaves the equations of 50"):
                 uhop.fit_values(model, twice_one, values)
     assert jnp.isfinite(uhop.fit_values(model, twice, ridge=0.1)).all()
+    assert jnp.isnan(jax.jit(uhop.fit_values)(model, twice)).all()
     with pytest.raises(ValueError, match=r"values must have shape \(9, v\)"):
         uhop.fit_values(model, MEMORIES, jnp.ones((8, 2)))
     with pytest.raises(ValueError, match="ridge must be at least 0, got -1"):

@@ -231,8 +231,8 @@ def test_rivals_have_the_queries_of_blind_calibration(tmp_path, capsys):
     )
     assert [row["method"] for row in rivals] == list(RIVALS)
     errors = {row["method"]: float(row["error"]) for row in plain + rivals}
-    # Labelled pairs, and the table, tell how the queries were made; a cosine at its best
-    # on these queries does not know it.
+    # Labelled pairs, and the table, tell how the queries were made; a cosine at its
+    # best on these queries does not know it.
     for name in ("A-Hop, labelled pairs", "known corruption"):
         assert errors[name] < 0.1 * errors["cosine"]
     assert "A-Hop, labelled pairs" in capsys.readouterr().out

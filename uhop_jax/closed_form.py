@@ -101,7 +101,8 @@ def fit_values(
       ridge: `lambda >= 0`.
 
     Returns:
-      `A`, in at least float32, to be used as the `values` of `retrieve`.
+      `A`, in at least float32, to be used as the `values` of `retrieve`. In a traced
+      call, NaN if the equations have no solution.
 
     Raises:
       ValueError: if the ridge is negative, shapes do not fit, or the equations have no
@@ -130,16 +131,17 @@ def fit_values(
 
 @jax.jit
 def _solved(weights: Array, values: Array, ridge: Array) -> tuple[Array, Array]:
-    """The solution `A` of `(weights + ridge I) A = values`, and whether it solves it.
+    """The solution `A` of `(weights + ridge I) A = values`, and whether there is one.
 
     A matrix that is singular up to rounding gives huge numbers, not infinite ones: the
-    equations must hold up to half the digits.
+    equations must hold up to half the digits. `A` is NaN if they do not.
     """
     matrix = weights + ridge * jnp.eye(len(weights), dtype=weights.dtype)
     result = jnp.linalg.solve(matrix, values)
     error = jnp.abs(jnp.matmul(matrix, result, precision="highest") - values)
     scale = jnp.maximum(1.0, jnp.abs(values).max(initial=0.0))
-    return result, (error <= float(jnp.finfo(error.dtype).eps) ** 0.5 * scale).all()
+    solved = (error <= float(jnp.finfo(error.dtype).eps) ** 0.5 * scale).all()
+    return jnp.where(solved, result, jnp.nan), solved
 
 
 def whitenings(
