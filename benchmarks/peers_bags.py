@@ -358,7 +358,7 @@ def main() -> None:
         if not any(name in set(table.data) for table in tables):
             bags = read(file, options.dir)
             rows = study(torch, name, bags, options.seeds, options.epochs)
-            tables.append(pd.DataFrame(rows))
+            tables.append(pd.DataFrame([row | about for row in rows]))
             partial = path.with_suffix(".partial")
             pd.concat(tables).to_csv(partial, index=False)
             os.replace(partial, path)

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -110,8 +111,19 @@ def processor() -> tuple[str, str]:
     return name, held.group(1).lower() if held else vectors
 
 
+def commit() -> str:
+    """The commit of the code, with a + if files differ from it; "" without git."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=7"]
+    try:
+        where = Path(__file__).parent
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
 def environment() -> dict[str, Any]:
-    """Device, cores and versions, on which the times depend."""
+    """Code, device, cores and versions, on which the times depend."""
     torch = peer("torch")
     name, vectors = processor()
     return {
@@ -122,6 +134,7 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "torch": "" if torch is None else torch.__version__,
         "python": platform.python_version(),
+        "commit": commit(),
     }
 
 

@@ -1,5 +1,6 @@
 """The benchmarks run: tiny sizes, one round, with the installed peers."""
 
+import re
 import sys
 
 import jax
@@ -64,6 +65,9 @@ def test_a_script_writes_its_table_and_figure(tmp_path, monkeypatch):
     assert [line.split(",")[2] for line in lines[1:]] == ["3.0", "6.0", ""]
     assert (tmp_path / "some.png").stat().st_size > 3_000
     assert (tmp_path / "some.txt").read_text().startswith("device ")
+    commit = timing.commit()
+    assert commit == "" or re.fullmatch(r"[0-9a-f]{7,}\+?", commit)
+    assert {line.split(",")[-1] for line in lines[1:]} == {commit}
 
 
 def test_a_figure_has_a_panel_for_comparisons_that_begin_alike(tmp_path, monkeypatch):
