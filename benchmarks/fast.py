@@ -14,7 +14,7 @@ from uhop_jax import _fast
 
 
 def fast(rounds: int) -> list[dict[str, Any]]:
-    """The k-th largest entry of rows, their order, a logarithm, a mask of dropout."""
+    """The k-th largest entry of rows, their order, a logarithm, a mask, attention."""
     z = jnp.asarray(np.random.default_rng(0).normal(size=(256, 10_000)), jnp.float32)
     rows = []
     for k in (1, 10, 100):
@@ -48,7 +48,20 @@ def fast(rounds: int) -> list[dict[str, Any]]:
     drawn = jax.jit(lambda key: _fast.plain_kept(key, shape, 0.1))
     hashed = jax.jit(lambda key: _fast.kept(key, shape, 0.1))
     calls = {"jax.random": lambda: drawn(key), "hash": lambda: hashed(key)}
-    return rows + compare(f"mask of dropout {shape}", "jax.random", calls, rounds)
+    rows += compare(f"mask of dropout {shape}", "jax.random", calls, rounds)
+    heads = z[:, :8192].reshape(-1, 512, 32)[:32]
+
+    def slope(mapped: Any, *size: int) -> Any:
+        """The gradient of attention over the tokens of each head."""
+
+        def attend(x: Any) -> Any:
+            return jax.nn.softmax(x @ x.T / 32**0.5) @ x
+
+        return jax.jit(jax.grad(lambda x: (mapped(attend, x, *size) ** 2).sum()))
+
+    together, in_turn = slope(_fast.plain_mapped), slope(_fast.mapped, 4 * 512 * 512)
+    calls = {"together": lambda: together(heads), "in turn": lambda: in_turn(heads)}
+    return rows + compare("attention of (32, 512, 32)", "together", calls, rounds)
 
 
 if __name__ == "__main__":

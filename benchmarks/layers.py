@@ -48,9 +48,15 @@ def layers(
             for _ in range(2)
         )
 
-        def hopfield(separation: Any, heads: int = heads, size: int = size, **options):
+        def hopfield(
+            separation: Any,
+            block: int | None = None,
+            heads: int = heads,
+            size: int = size,
+            **options: Any,
+        ) -> Hopfield:
             options |= {"num_heads": heads, "value_size": size, "rngs": nnx.Rngs(0)}
-            return Hopfield(size, Association(separation), **options)
+            return Hopfield(size, Association(separation, block=block), **options)
 
         modules = {
             BASELINE: nnx.MultiHeadAttention(
@@ -60,6 +66,7 @@ def layers(
                 heads, size, rngs=nnx.Rngs(0)
             ),
             "Hopfield, softmax": hopfield("softmax"),
+            "Hopfield, softmax, block 256": hopfield("softmax", 256),
             "Hopfield, sparsemax": hopfield("sparsemax"),
             "Hopfield, entmax 1.5": hopfield("entmax"),
             "Hopfield, entmax, learned alpha": hopfield(LearnedAlpha()),

@@ -203,6 +203,9 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
             }
             for name, members in zip(words, comparisons.values(), strict=True)
         }
+        groups = {name: bars for name, bars in groups.items() if bars}
+        if not groups:  # nothing was measured beside the baseline
+            continue
         baselines = {row["baseline"] for rows in comparisons.values() for row in rows}
         xlabel = f"time relative to {', '.join(sorted(baselines))}"
         about = ", ".join(common)

@@ -89,3 +89,18 @@ def test_a_figure_has_a_panel_for_comparisons_that_begin_alike(tmp_path, monkeyp
     assert panels[0].groups == groups and panels[0].origin == 1
     assert panels[1].groups == {"": {"U-Hop": (2.0, 0.0)}}
     assert panels[0].xlabel == "time relative to products"
+
+
+def test_a_figure_leaves_out_what_only_its_baseline_has(tmp_path, monkeypatch):
+    """A peer that is not installed left a panel without bars, which failed."""
+    rows = [
+        {"comparison": name, "name": name, "ratio": ratio, "baseline": "a"}
+        for name, ratio in (("a", 1.0), ("b", 2.0))
+    ]
+    panels = []
+    monkeypatch.setattr(
+        "uhop_jax.plotting.comparisons",
+        lambda path, parts, title: panels.extend(parts),
+    )
+    timing.draw(tmp_path / "x.png", rows, "cpu")
+    assert [part.title for part in panels] == ["b"]

@@ -11,6 +11,7 @@ from conftest import assert_close, every_dtype
 from flax import nnx
 
 import uhop_jax as uhop
+from uhop_jax import _fast
 from uhop_jax.layers import (
     Association,
     BiasPattern,
@@ -25,6 +26,7 @@ from uhop_jax.layers import (
     dropped,
     separation_losses,
 )
+from uhop_jax.layers import recall as heads
 from uhop_jax.models import (
     BagClassifier,
     SequenceModel,
@@ -570,6 +572,49 @@ def test_heads_with_their_own_alpha_and_beta():
         )
         expected = single.associate(STATE, MEMORIES).weights
         assert_close(result[:, h], expected[:, h])
+
+
+IN_TURN = {
+    "softmax": {},
+    "softmax1": {"separation": "softmax1"},
+    "beta of heads": {"beta": np.asarray([0.1, 0.5, 1.0, 3.0]), "learn_beta": True},
+    "own memories": {
+        "bias": BiasPattern(H, D // H, rngs=nnx.Rngs(6)),
+        "zero_memory": True,
+    },
+}
+
+
+@pytest.mark.parametrize("options", IN_TURN.values(), ids=IN_TURN)
+@pytest.mark.parametrize("memories", [MEMORIES, MEMORIES[0]], ids=["own", "shared"])
+def test_heads_in_turn_change_no_number(monkeypatch, options, memories):
+    """Large scores are made for some heads at a time, and again backward."""
+    graphdef, state, rest = nnx.split(layer(num_heads=H, **options), nnx.Param, ...)
+    seen = jnp.asarray(np.random.default_rng(0).random((B, H, L, S)) < 0.7)
+
+    def run(state, x):
+        call = nnx.merge(graphdef, state, rest)
+        masked = call(x, memories, association_mask=seen)
+        return ((call(x, memories) + masked) ** 2).sum()
+
+    def all_of(state, x):
+        slope = jax.grad(run, (0, 1))
+        curvature = jax.jvp(lambda x: slope(state, x)[1], (x,), (x,))[1]
+        return run(state, x), slope(state, x), curvature
+
+    expected = jax.jit(all_of)(state, STATE)
+    called = []
+
+    def few(number, size):
+        called.append(number)
+        return 2
+
+    for module in (_fast, heads):
+        monkeypatch.setattr(module, "entries_at_once", few)
+    result = jax.jit(lambda *x: all_of(*x))(state, STATE)
+    assert set(called) == {B * H}
+    for x, y in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+        assert_close(x, y, scale=10)
 
 
 @pytest.mark.parametrize("shape", [(), (H,)])

@@ -712,6 +712,30 @@ def test_which_models_have_an_energy(separation, similarity, expected):
         assert converge(model, memories, query).energy is None
 
 
+@pytest.mark.parametrize(
+    "separation",
+    [Softmax(), Softmax1(), Sparsemax(), Entmax(1.3), Polynomial(3)],
+    ids=str,
+)
+def test_second_derivatives_through_several_updates(separation):
+    """JAX drops the rules of derivatives there: the functions themselves must do."""
+    memories, query = normal(COUNT, 4), normal(3, 4, seed=5)
+    model = Model(separation=separation, beta=0.7)
+
+    def total(query, memories):
+        return (retrieve(model, memories, query, steps=3).state ** 2).sum()
+
+    slope, step = jax.jit(jax.grad(total, (0, 1))), 1e-6
+    at, along = (query, memories), (query, -memories)
+    _, curvature = jax.jvp(slope, at, along)
+    ahead, behind = (
+        slope(*(x + sign * dx for x, dx in zip(at, along, strict=True)))
+        for sign in (step, -step)
+    )
+    for c, a, b in zip(curvature, ahead, behind, strict=True):
+        assert_close(c, (a - b) / (2 * step), floor=1e-6)
+
+
 def test_one_program_for_many_numbers(compilations):
     memories, query = normal(COUNT, 12), normal(3, 12)
     kernels = normal(4, 12, 12)

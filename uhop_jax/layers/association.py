@@ -177,6 +177,7 @@ class Association(nnx.Module):
         key: Array | None = None,
         size: int | None = None,
         energies: bool = True,
+        weights: bool = True,
         shared: bool = False,
     ) -> Recall:
         """Retrieves the average of the associated values for each query.
@@ -190,6 +191,7 @@ class Association(nnx.Module):
           key: key of `jax.random` for dropout; None switches dropout off.
           size: the default `beta` is `1 / sqrt(size)`; `d` by default.
           energies: whether the result has energies.
+          weights: False may leave out all but the output, which saves time and memory.
           shared: keys and values have no axis of heads: all heads share them. There are
             then no own memories and no ridge.
 
@@ -208,8 +210,9 @@ class Association(nnx.Module):
         if where is not None:
             *batch, rows, heads, _ = query.shape
             check_where(where, (*batch, heads, rows, keys.shape[-2 if shared else -3]))
-        options = where, lambda x: self.dropped(x, key), size, energies
-        return self._recalled(query, keys, values, *options, shared=shared)
+        options = where, lambda x: self.dropped(x, key), size, energies, shared
+        whole = weights or self.ridge is not None or (self.dropout and key is not None)
+        return self._recalled(query, keys, values, *options, bool(whole))
 
     def associate_blocks(
         self,
@@ -316,7 +319,6 @@ class Association(nnx.Module):
           ValueError: if shapes do not fit, there is a bias, the association itself
             has dropout, or it has a block or a ridge and there is dropout.
         """
-        del precision
         if bias is not None:
             raise ValueError(f"bias must be None, got shape {bias.shape}: use a mask")
         rate = 0.0 if deterministic else dropout_rate
@@ -340,7 +342,9 @@ class Association(nnx.Module):
             stored = stored_rows(keys, values, where)
             output = self.associate_blocks(query, stored, tuple(batch))
         else:
-            recall = self._recalled(query, keys, values, where, drop, None, False)
+            whole = module is not None or dropout_rng is not None
+            options = where, drop, None, False, False, whole or self.ridge is not None
+            recall = self._recalled(query, keys, values, *options)
             output = recall.output
             if module is not None:
                 module.sow(nnx.Intermediate, "attention_weights", recall.weights)
@@ -355,8 +359,8 @@ class Association(nnx.Module):
         drop: Callable[[Array], Array],
         size: int | None,
         energies: bool,
-        *,
         shared: bool = False,
+        whole: bool = True,
     ) -> Recall:
         """The recall of `associate`, with weights after `drop` in the output."""
         self.check_heads(query.shape[-2])
@@ -374,8 +378,9 @@ class Association(nnx.Module):
             until_converged=self.until_converged,
             energies=energies,
             shared=shared,
+            whole=whole,
         )
-        weights = drop(recall.weights)
+        weights = drop(recall.weights) if whole else recall.weights
         if weights is recall.weights and self.ridge is None:
             return recall
         output = read_out(

@@ -152,6 +152,7 @@ class Hopfield(Layer):
             where=inputs.where,
             key=key,
             energies=energies,
+            weights=energies or late,
         )
         heads = recall.output
         if late:

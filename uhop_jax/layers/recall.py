@@ -1,5 +1,7 @@
 """What a layer recalls: outputs, weights, energies, convergence."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,9 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from uhop_jax._checks import working_dtype
+from uhop_jax._fast import entries_at_once, mapped
 from uhop_jax.model import Model
 from uhop_jax.retrieval import converge, energy, retrieve
 from uhop_jax.separation import Separation
+from uhop_jax.separation.forms import Exponential
 
 
 class Recall(NamedTuple):
@@ -52,14 +57,25 @@ def recall_of_heads(
     until_converged: bool,
     energies: bool,
     shared: bool = False,
+    whole: bool = True,
 ) -> Recall:
     """Retrieval of each head; arrays have an axis of heads before and after.
 
     Numbers of the separation have shape `(heads,)` or none. The arrays are queries
     `(..., L, heads, d)`, keys, values, `beta` and mask; all other arguments are those
-    of `Association` and its `associate`.
+    of `Association` and its `associate`. If it need not be whole, the recall may be
+    the output alone.
     """
     query, keys, values, beta, where = arrays
+    dense = isinstance(separation.form, Exponential)  # others gain a fifth only
+    if dense and steps == 1 and not (whole or energies or shared or until_converged):
+        *batch, L, heads, _ = query.shape
+        number = math.prod(batch) * heads
+        scores = L * keys.shape[-3] * working_dtype(query).itemsize
+        if entries_at_once(number, scores) < number:
+            absent: Any = None
+            output = _output_in_turn(separation, arrays, scores)
+            return Recall(output, absent, absent, absent, absent)
     numbers, structure = jax.tree.flatten(separation)
 
     def one_head(query, keys, values, beta, numbers, where) -> Recall:
@@ -99,6 +115,38 @@ def recall_of_heads(
         is_leaf=lambda x: x is None,
     )
     return map_head_axis(one_head(*squeezed), jnp.expand_dims)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _output_in_turn(
+    separation: Separation,
+    arrays: tuple[Array, Array, Array, Array, Array | None],
+    scores: int,
+) -> Array:
+    """The output of `recall_of_heads` after one update, a few heads at a time.
+
+    The scores of a head take so many bytes.
+    """
+    query, keys, values, beta, where = arrays
+    *batch, L, heads, _ = query.shape
+
+    def rows(x: Array) -> Array:  # (batch and heads, n, size)
+        x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
+        return jnp.swapaxes(x, -2, -3).reshape(-1, x.shape[-3], x.shape[-1])
+
+    if where is not None:
+        S = where.shape[-1]
+        where = jnp.broadcast_to(where, (*batch, heads, L, S)).reshape(-1, L, S)
+    beta = jnp.broadcast_to(beta, (*batch, heads)).reshape(-1)
+
+    def one(parts: Any) -> Array:
+        query, keys, values, beta, where = parts
+        model = Model(separation=separation, beta=beta)
+        return retrieve(model, keys, query, values=values, mask=where).state
+
+    parts = *map(rows, (query, keys, values)), beta, where
+    output = mapped(one, parts, scores).reshape(*batch, heads, L, -1)
+    return jnp.swapaxes(output, -2, -3)
 
 
 def _head_axis(x: Array) -> int | None:

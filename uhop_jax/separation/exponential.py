@@ -18,8 +18,13 @@ def _exp_about(z: Array, top: Array) -> Array:
     XLA may fuse the product that made `z` into the difference, without rounding the
     product. `z - top` at the maximum is then the rounding error of the product instead
     of zero. For products beyond 1e9 its exponential overflows.
+
+    JAX differentiates the body, not the rule, in a second derivative through `lax.scan`
+    (0.10): the zero must have the derivative of `z`.
     """
-    return jnp.exp(jnp.where(z == top, 0.0, z - top))
+    difference = z - top
+    zero = difference - lax.stop_gradient(difference)
+    return jnp.exp(jnp.where(z == top, zero, difference))
 
 
 @_exp_about.defjvp
