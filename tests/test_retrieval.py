@@ -726,6 +726,8 @@ def test_second_derivatives_through_several_updates(separation):
         return (retrieve(model, memories, query, steps=3).state ** 2).sum()
 
     slope, step = jax.jit(jax.grad(total, (0, 1))), 1e-6
+    single = query.astype(jnp.float32), memories.astype(jnp.float32)
+    in_float32 = jax.jvp(slope, single, (single[0], -single[1]))[1]
     at, along = (query, memories), (query, -memories)
     _, curvature = jax.jvp(slope, at, along)
     ahead, behind = (
@@ -734,6 +736,8 @@ def test_second_derivatives_through_several_updates(separation):
     )
     for c, a, b in zip(curvature, ahead, behind, strict=True):
         assert_close(c, (a - b) / (2 * step), floor=1e-6)
+    for s, c in zip(in_float32, curvature, strict=True):
+        assert_close(s, c, scale=10)
 
 
 def test_one_program_for_many_numbers(compilations):

@@ -94,11 +94,13 @@ def log_exp(x: Float[Array, "..."], e: Float[Array, "..."]) -> Array:
     inverse = 1.0 / jnp.where(e == 0, 1.0, e)
     # `1 + y = 2^k (1 + f)` with `1 + f` near one. Where `k = 0`, `f` is `y` itself,
     # without the rounding of `1 + y`, and `e` cancels in `log1p(e x) / e`.
-    bits = lax.bitcast_convert_type(1.0 + y, jnp.int32)
+    b = jnp.maximum(1.0 + y, 2.0**-24)  # the least positive sum with one
+    bits = lax.bitcast_convert_type(b, jnp.int32)
     k = (bits - _SQRT_HALF) >> 23
-    mantissa = lax.bitcast_convert_type(bits - (k << 23), jnp.float32)
+    # Bits have no derivative: the mantissa is a product with a constant power of two.
+    scale = lax.bitcast_convert_type((127 - k) << 23, jnp.float32)
     near = k == 0
-    f = jnp.where(near, y, mantissa - 1.0)
+    f = jnp.where(near, y, b * scale - 1.0)
     ratio = jnp.zeros_like(f)
     for c in _LOG1P_RATIO:
         ratio = ratio * f + c

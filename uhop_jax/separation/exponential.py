@@ -24,6 +24,7 @@ def _exp_about(z: Array, top: Array) -> Array:
     """
     difference = z - top
     zero = difference - lax.stop_gradient(difference)
+    zero = jnp.where(jnp.isinf(top), 0.0, zero)
     return jnp.exp(jnp.where(z == top, zero, difference))
 
 
