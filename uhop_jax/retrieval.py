@@ -27,6 +27,10 @@ Shapes, dtypes and numbers of Python and NumPy are checked; entries of JAX array
 not, so that no call waits for the device. NaN in a visible memory or in a query gives
 NaN, and so does a `beta` that is not positive; `check` looks for both. Half precision
 sums in float32.
+
+Results have derivatives of any order. Second derivatives through several updates by
+entmax or sparsemax are those of `jax.hessian`, forward over reverse: the search for
+their threshold is a loop, which JAX does not reverse twice.
 """
 
 import dataclasses
