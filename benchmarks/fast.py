@@ -59,7 +59,8 @@ def fast(rounds: int) -> list[dict[str, Any]]:
 
         return jax.jit(jax.grad(lambda x: (mapped(attend, x, *size) ** 2).sum()))
 
-    together, in_turn = slope(_fast.plain_mapped), slope(_fast.mapped, 4 * 512 * 512)
+    few = _fast.entries_at_once(32, 4 * 512 * 512)
+    together, in_turn = slope(_fast.plain_mapped), slope(_fast.mapped, few)
     calls = {"together": lambda: together(heads), "in turn": lambda: in_turn(heads)}
     return rows + compare("attention of (32, 512, 32)", "together", calls, rounds)
 

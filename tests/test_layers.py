@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import assert_close, every_dtype
 from flax import nnx
+from jaxtyping import ArrayLike
 
 import uhop_jax as uhop
-from uhop_jax import _fast
 from uhop_jax.layers import (
     Association,
     BiasPattern,
@@ -609,12 +609,29 @@ def test_heads_in_turn_change_no_number(monkeypatch, options, memories):
         called.append(number)
         return 2
 
-    for module in (_fast, heads):
-        monkeypatch.setattr(module, "entries_at_once", few)
+    monkeypatch.setattr(heads, "entries_at_once", few)
     result = jax.jit(lambda *x: all_of(*x))(state, STATE)
     assert set(called) == {B * H}
     for x, y in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
         assert_close(x, y, scale=10)
+
+
+class Tempered(uhop.Separation):
+    """Softmax whose temperature is a number of its own."""
+
+    temperature: ArrayLike = 1.0
+    form = uhop.Softmax().form
+
+    def _weights(self, z):
+        return jax.nn.softmax(z / jnp.asarray(self.temperature, z.dtype)[..., None])
+
+
+def test_dense_separations_with_numbers_of_heads_are_not_taken_in_turn(monkeypatch):
+    separation = Tempered(np.asarray([0.5, 1.0, 2.0, 4.0]))
+    model = layer(num_heads=H, separation=separation)
+    expected = model(STATE, MEMORIES)
+    monkeypatch.setattr(heads, "entries_at_once", lambda number, size: 2)
+    assert_close(model(STATE, MEMORIES), expected)
 
 
 @pytest.mark.parametrize("shape", [(), (H,)])

@@ -67,14 +67,15 @@ def recall_of_heads(
     the output alone.
     """
     query, keys, values, beta, where = arrays
-    dense = isinstance(separation.form, Exponential)  # others gain a fifth only
+    # Sparse separations gain a fifth only.
+    dense = isinstance(separation.form, Exponential) and not jax.tree.leaves(separation)
     if dense and steps == 1 and not (whole or energies or shared or until_converged):
         *batch, L, heads, _ = query.shape
         number = math.prod(batch) * heads
         scores = L * keys.shape[-3] * working_dtype(query).itemsize
-        if entries_at_once(number, scores) < number:
+        if (few := entries_at_once(number, scores)) < number:
             absent: Any = None
-            output = _output_in_turn(separation, arrays, scores)
+            output = _output_in_turn(separation, arrays, few)
             return Recall(output, absent, absent, absent, absent)
     numbers, structure = jax.tree.flatten(separation)
 
@@ -121,11 +122,11 @@ def recall_of_heads(
 def _output_in_turn(
     separation: Separation,
     arrays: tuple[Array, Array, Array, Array, Array | None],
-    scores: int,
+    few: int,
 ) -> Array:
-    """The output of `recall_of_heads` after one update, a few heads at a time.
+    """The output `(..., L, heads, v)` after one update, a few heads at a time.
 
-    The scores of a head take so many bytes.
+    The separation has no numbers, which could belong to heads.
     """
     query, keys, values, beta, where = arrays
     *batch, L, heads, _ = query.shape
@@ -145,7 +146,7 @@ def _output_in_turn(
         return retrieve(model, keys, query, values=values, mask=where).state
 
     parts = *map(rows, (query, keys, values)), beta, where
-    output = mapped(one, parts, scores).reshape(*batch, heads, L, -1)
+    output = mapped(one, parts, few).reshape(*batch, heads, L, -1)
     return jnp.swapaxes(output, -2, -3)
 
 
