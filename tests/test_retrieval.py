@@ -714,7 +714,7 @@ def test_which_models_have_an_energy(separation, similarity, expected):
 
 @pytest.mark.parametrize(
     "separation",
-    [Softmax(), Softmax1(), Sparsemax(), Entmax(1.3), Polynomial(3)],
+    [Softmax(), Softmax1(), Sparsemax(), Entmax15(), Entmax(1.3), Polynomial(3)],
     ids=str,
 )
 def test_second_derivatives_through_several_updates(separation):
@@ -738,6 +738,35 @@ def test_second_derivatives_through_several_updates(separation):
         assert_close(c, (a - b) / (2 * step), floor=1e-6)
     for s, c in zip(in_float32, curvature, strict=True):
         assert_close(s, c, scale=10)
+    if separation != Entmax(1.3):  # JAX does not reverse a search twice
+
+        def product(*at):
+            return sum(map(jnp.vdot, slope(*at), along))
+
+        for x, c in zip(jax.grad(product, (0, 1))(*at), curvature, strict=True):
+            assert_close(x, c, scale=10)
+
+
+def test_third_derivatives_through_several_updates():
+    memories, query = normal(COUNT, 4), normal(4, seed=5)
+    model = Model(separation=Entmax15(), beta=0.2)
+
+    def one_by_one(query):
+        for _ in range(3):
+            query = retrieve(model, memories, query).state
+        return (query**3).sum()
+
+    def in_a_loop(query):
+        return (retrieve(model, memories, query, steps=3).state ** 3).sum()
+
+    forward, reverse = jax.jacfwd, jax.jacrev
+    expected = jax.jit(forward(forward(forward(one_by_one))))(query)
+    assert abs(expected).max() > 1e-3
+    for order in ((forward, forward, reverse), (reverse, reverse, reverse)):
+        result = in_a_loop
+        for derivative in order:
+            result = derivative(result)
+        assert_close(jax.jit(result)(query), expected, scale=100)
 
 
 def test_one_program_for_many_numbers(compilations):

@@ -243,6 +243,21 @@ def test_derivatives_of_the_weights(sep):
         check_grads(f, (z,), 2, ("rev",))
 
 
+@pytest.mark.parametrize("sep", [Sparsemax(), Entmax15()], ids=str)
+@pytest.mark.parametrize("beta", [0.3, 1.0, 1e3, 1e12])
+def test_derivatives_change_no_weight(sep, beta):
+    """The zero that carries the derivative of the threshold is exactly zero."""
+    first, second = (normal(9, 5, seed=s).astype(jnp.float32) for s in (3, 4))
+
+    def f(first):  # a product that XLA may fuse into what follows
+        return sep(beta * (first[:, None] * second[None]).sum(-1))
+
+    plain = jax.jit(f)(first)
+    differentiated, _ = jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(first)
+    assert (differentiated == plain).all()
+    assert ((plain == 1).any(-1) | (beta < 1e3)).all()
+
+
 @every_alpha
 @pytest.mark.parametrize("function", [weights, conjugate])
 def test_derivative_in_alpha(function, alpha):

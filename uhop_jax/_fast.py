@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import export, lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, UInt
 
 CACHE = 2**21  # bytes of scores for each core that are fast to reach
 _SQRT_HALF = 0x3F3504F3  # the bits of sqrt(1/2) in float32
+REMEMBERED = "remembered"
 # A polynomial for `log1p(f) / f`, highest power first, for `1 + f` in
 # [sqrt(1/2), sqrt(2)). Its largest relative error, which the fit minimises, is 3e-8.
 _LOG1P_RATIO = (
@@ -182,11 +184,18 @@ def mapped(function: Callable[[Any], Any], parts: Any, few: int) -> Any:
     """`jax.vmap(function)` of a pytree of arrays `(N, ...)`, a few entries at a time.
 
     What the function computes on the way then stays in the cache, and the backward pass
-    computes it again. Softmax attention over 32 heads of 512 tokens takes half of the
-    time, gradients included, with the number that `entries_at_once` gives.
+    computes it again, but for what is `remembered`. Softmax attention over 32 heads of
+    512 tokens takes half of the time, gradients included, with the number that
+    `entries_at_once` gives.
     """
-    again = jax.checkpoint(function, prevent_cse=False)
+    policy = jax.checkpoint_policies.save_only_these_names(REMEMBERED)
+    again = jax.checkpoint(function, prevent_cse=False, policy=policy)
     return lax.map(again, parts, batch_size=few)
+
+
+def remembered(x: Array) -> Array:
+    """`x`, small and slow to compute, which the backward pass of `mapped` keeps."""
+    return checkpoint_name(x, REMEMBERED)
 
 
 def plain_mapped(function: Callable[[Any], Any], parts: Any) -> Any:

@@ -28,9 +28,10 @@ not, so that no call waits for the device. NaN in a visible memory or in a query
 NaN, and so does a `beta` that is not positive; `check` looks for both. Half precision
 sums in float32.
 
-Results have derivatives of any order. Second derivatives through several updates by
-entmax or sparsemax are those of `jax.hessian`, forward over reverse: the search for
-their threshold is a loop, which JAX does not reverse twice.
+Results have derivatives of any order, in both modes. One exception: of several updates
+by entmax of an alpha other than 1.5 and 2, JAX takes second derivatives forward over
+reverse, as `jax.hessian` does. The search for the threshold is a loop, which JAX does
+not reverse twice.
 """
 
 import dataclasses

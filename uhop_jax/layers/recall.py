@@ -14,7 +14,7 @@ from uhop_jax._fast import entries_at_once, mapped
 from uhop_jax.model import Model
 from uhop_jax.retrieval import converge, energy, retrieve
 from uhop_jax.separation import Separation
-from uhop_jax.separation.forms import Exponential
+from uhop_jax.separation.forms import Exponential, Root
 
 
 class Recall(NamedTuple):
@@ -67,9 +67,10 @@ def recall_of_heads(
     the output alone.
     """
     query, keys, values, beta, where = arrays
-    # Sparse separations gain a fifth only.
-    dense = isinstance(separation.form, Exponential) and not jax.tree.leaves(separation)
-    if dense and steps == 1 and not (whole or energies or shared or until_converged):
+    # Numbers of a separation could belong to heads.
+    apart = isinstance(separation.form, Exponential | Root)
+    apart = apart and not jax.tree.leaves(separation)
+    if apart and steps == 1 and not (whole or energies or shared or until_converged):
         *batch, L, heads, _ = query.shape
         number = math.prod(batch) * heads
         scores = L * keys.shape[-3] * working_dtype(query).itemsize

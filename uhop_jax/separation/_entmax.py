@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from uhop_jax._checks import surely_less
+from uhop_jax._fast import remembered
 from uhop_jax._pytree import varying_alike
 from uhop_jax.separation._root import Power, exp_and_slope, root, run_time_power, switch
 from uhop_jax.separation._steep import steep_sums, steep_weights
@@ -19,31 +20,74 @@ _BLOCKED_LENGTH = 2048
 _BLOCKS = 256
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     """Weights of `alpha`-entmax over the last axis, in the shape and dtype of `z`.
 
     Masked overlaps are `-inf`; an `alpha` of NaN gives NaN. Without a `power` the
     arithmetic is chosen at run time by the values of `alpha`.
     """
-    z, e = varying_alike((z, (alpha - 1).astype(z.dtype)))
+    z, alpha = varying_alike((z, alpha.astype(z.dtype)))
     if z.shape[-1] == 0:
         return z
-    mode = run_time_power(e) if power is None else power
+    found = None
+    if power in (Power.SQUARE, Power.LINEAR):
+        fixed, e = (lax.stop_gradient(x) for x in (z, alpha - 1))
+        found = jax.tree.map(remembered, _threshold(fixed, e, power))
+    return _weights_from(z, alpha, found, power, False)
+
+
+def _mode(e: Array, power: Power | None) -> Power | Array:
+    """The arithmetic, which without a `power` is chosen at run time."""
+    return run_time_power(e) if power is None else power
+
+
+def _threshold(z: Array, e: Array, mode: Power | Array) -> tuple[Array, Array]:
+    """The largest overlap of each row and its `s`, `(..., 1)`.
+
+    For `e > 1` the `s` is a lower bound of the threshold.
+    """
     top = jnp.max(z, axis=-1, keepdims=True)
-    # XLA may fuse the product that made `z` into the difference, without rounding the
-    # product. The difference at the maximum must be exactly zero, or one-hot weights
-    # are not exact.
-    safe_top = jnp.where(top == -jnp.inf, 0.0, top)
-    u = jnp.where((z == top) & (top > -jnp.inf), 0.0, z - safe_top)
-    start = jnp.zeros_like(top)
+    u, start = _below(z, top), jnp.zeros_like(top)
     if surely_less(_BLOCKED_LENGTH - 1, z.shape[-1]):
         # A part of the entries has a smaller sum, hence a smaller root: a cheap lower
         # bound, which often has the right support already.
         size = z.shape[-1] // _BLOCKS
         blocks = u[..., : _BLOCKS * size].reshape(*u.shape[:-1], _BLOCKS, size).max(-1)
         start = root(blocks, e, start, mode)
-    s = root(u, e, start, mode)
+    return top, root(u, e, start, mode)
+
+
+def _below(z: Array, top: Array) -> Array:
+    """`z - top`, exactly zero at the largest overlap `top`.
+
+    XLA may fuse the product that made `z` into the difference, without rounding the
+    product: one-hot weights would not be exact.
+    """
+    safe_top = jnp.where(top == -jnp.inf, 0.0, top)
+    return jnp.where((z == top) & (top > -jnp.inf), 0.0, z - safe_top)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _weights_from(
+    z: Array,
+    alpha: Array,
+    found: tuple[Array, Array] | None,
+    power: Power | None,
+    moving: bool,
+) -> Array:
+    """The weights, from the largest overlap and the threshold if these are known.
+
+    If `moving`, the body has the derivatives of a known threshold too, not the rule
+    alone: within a loop JAX takes second derivatives of the body.
+    """
+    e = alpha - 1
+    mode = _mode(e, power)
+    top, s = found or _threshold(z, e, mode)
+    u = _below(z, top)
+    if moving and found and power is not None:
+        largest = jnp.where((z == top) & jnp.isfinite(top), z, 0.0)
+        u += _change(largest)
+        s += _shift(u, s, e, power)
     p = switch(mode, lambda power: exp_and_slope(u, s, e, power)[0])
     if power is None or power is Power.GENERAL:
         steep = e > 1
@@ -53,13 +97,34 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     return jnp.where(jnp.isnan(e) | jnp.isnan(top), jnp.nan, p)
 
 
-@functools.partial(entmax_weights.defjvp, symbolic_zeros=True)
-def _entmax_jvp(power, primals, tangents):
-    z, alpha = primals
-    dz, dalpha = tangents
-    p = entmax_weights(z, alpha, power)
+@functools.partial(_weights_from.defjvp, symbolic_zeros=True)
+def _weights_from_jvp(power, moving, primals, tangents):
+    del moving
+    (z, alpha, found), (dz, dalpha, _) = primals, tangents
+    p = _weights_from(z, alpha, found, power, True)
     dz, dalpha = (None if isinstance(d, SymbolicZero) else d for d in (dz, dalpha))
     return p, _entmax_tangent(p, alpha, dz, dalpha, power)
+
+
+def _change(x: Array) -> Array:
+    """Zero, with the derivatives of `x`."""
+    return x - lax.stop_gradient(x)
+
+
+def _shift(u: Array, s: Array, e: Array, power: Power) -> Array:
+    """Zero, with the derivatives of the threshold, `(..., 1)`.
+
+    On a fixed support the weights sum to one at a root of a linear or of a quadratic
+    equation.
+    """
+    p, slope = exp_and_slope(u, s, e, power)
+    excess = _change(p.sum(-1, keepdims=True))
+    slopes = slope.sum(-1, keepdims=True)
+    slopes = jnp.where(slopes > 0, slopes, 1.0)  # of a row that is masked as a whole
+    if power is Power.LINEAR:
+        return excess / slopes
+    number = jnp.ceil(p).sum(-1, keepdims=True)  # no weight is above one
+    return 2 * excess / (slopes + jnp.sqrt(slopes**2 - number * excess))
 
 
 # The backward pass recomputes the tangent from the weights, which needs less memory.
@@ -69,8 +134,7 @@ def _entmax_tangent(
 ) -> Array:
     """Tangent of the weights `p`, NaN for NaN; None stands for a tangent of zero."""
     e = (alpha - 1).astype(p.dtype)
-    mode = run_time_power(e) if power is None else power
-    slope = switch(mode, functools.partial(_support_power, p, e))
+    slope = switch(_mode(e, power), functools.partial(_support_power, p, e))
     rate = jnp.zeros_like(p)  # tangent at a fixed threshold, divided by the slope
     if dz is not None:
         rate += jnp.where(p == 0, 0.0, dz)
@@ -138,7 +202,7 @@ def _support_power(p: Array, e: Array, power: Power) -> Array:
     if power is Power.LINEAR:
         return jnp.ceil(0.5 * p)  # 0, 1 or NaN; faster than `sign`
     if power is Power.SQUARE:
-        return jnp.sqrt(p)
+        return jnp.where(p == 0, 0.0, jnp.sqrt(jnp.where(p == 0, 1.0, p)))
     # The cap at the square root of the range keeps products of two slopes finite.
     cap = 0.5 * math.log(float(jnp.finfo(p.dtype).max))
     return jnp.where(p == 0, 0.0, jnp.exp(jnp.minimum((1 - e) * _log(p), cap)))
