@@ -119,22 +119,19 @@ def verdict() -> str:
     if winners:
         words = "; ".join(f"{arm} ({', '.join(x)})" for arm, x in winners.items())
         return f"Stage I gains a point or more on two tasks or more: {words}."
-    allowed = [arm for arm in LEARNED if _possible(every, arm) >= 2]
-    if len(every) < 2 or allowed:
-        count = f"{len(every)} of {len(SCORES)} tasks"
-        reason = (
-            "; no learned arm gains one point on two of them, but the intervals of "
-            f"{len(allowed)} of {len(LEARNED)} allow it"
-        )
+    if missing := [task for task, _ in SCORES.values() if task not in every]:
         return (
-            f"Whether Stage I helps in a network is undecided: {count} are measured"
-            f"{reason * (len(every) > 1)}. The plain layer is the choice until then."
+            "Whether Stage I helps in a network is undecided: not measured on "
+            f"{', '.join(missing)}. The plain layer is the choice until then."
         )
     some = [f"{arm} on {', '.join(x)}" for arm, x in number.items() if x]
     alone = f" One task alone gains: {'; '.join(some)}." if some else ""
+    allowed = sum(_possible(every, arm) >= 2 for arm in LEARNED)
+    wide = f" The intervals of {allowed} of {len(LEARNED)} arms would allow it."
     return (
         "Stage I is for retrieval, not for layers: no kernel learned for separation or "
-        f"alignment can gain one point on two of the {len(every)} tasks.{alone}"
+        f"alignment gains one point on two of the {len(every)} tasks."
+        f"{alone}{wide * (allowed > 0)}"
     )
 
 

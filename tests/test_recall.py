@@ -110,7 +110,7 @@ def test_gains_are_paired(monkeypatch):
     assert gain.mean == pytest.approx(2.15) and 0 < gain.half < 0.3 and gain.counts
     assert not gains["MHM + U-Hop"].counts
     assert "| MHM + contrastive | +2.2 ± 0.2 |" in networks.table()
-    assert "undecided: 1 of 7 tasks are measured. The plain" in networks.verdict()
+    assert "undecided: not measured on musk1, musk2, " in networks.verdict()
     second = [
         dict(row, test_auc=row["test_accuracy"], fold=row["seed"] + 1) for row in rows
     ]
@@ -118,6 +118,16 @@ def test_gains_are_paired(monkeypatch):
     assert "on two tasks or more: MHM + contrastive (" in networks.verdict()
     for row in second:
         row["test_auc"] = 0.1 * row["seed"]  # no arm differs
+    for study, (_, score) in networks.SCORES.items():
+        if study not in studies:
+            studies[study] = [dict(row, **{score: 0.5}) for row in rows]
     verdict = networks.verdict()
     assert verdict.startswith("Stage I is for retrieval, not for layers")
     assert "MHM + contrastive on associative recall" in verdict
+    assert "intervals" not in verdict
+    for study, scale in (("patches", 1.0), ("networks_ucsb", -1.0)):
+        score = networks.SCORES[study][1]
+        for row in studies[study]:  # no gain on average, and a wide interval
+            if row["arm"] == "MHM + contrastive":
+                row[score] = 0.5 + scale * 0.02 * (-1) ** row["seed"]
+    assert networks.verdict().endswith("The intervals of 1 of 5 arms would allow it.")
