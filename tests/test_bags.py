@@ -379,7 +379,7 @@ def test_a_study_from_end_to_end(path, tmp_path, capsys, untyped):
 
     fewer = study.task(cell).train._replace(size=3)
     with pytest.raises(ValueError, match="of 7 examples to train on, got 3"):
-        trainer.on(study.task(cell)._replace(train=fewer))
+        trainer.on(study.task(cell)._replace(train=fewer), trainer.seeds)
 
     # The same command repeats nothing; predictions; other data are refused.
     before = (directory / "metrics.csv").stat().st_mtime_ns

@@ -1,6 +1,5 @@
 """`train.py` on series: files, interrupted studies, exports, and wrong input."""
 
-import functools
 import json
 import re
 import warnings
@@ -254,21 +253,17 @@ def test_a_study_continues_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm
     steps = []
 
     def interrupted(self):
-        advance = uninterrupted.func(self)
-
         def step(*arguments):
             steps.append(self.task.train)
             if len([1 for x in steps if x is self.task.train]) == 3 and len(steps) > 6:
                 raise KeyboardInterrupt
-            return advance(*arguments)
+            return uninterrupted.fget(self)(*arguments)
 
         return step
 
     uninterrupted = Trainer.advance
-    advance = functools.cached_property(interrupted)
-    advance.__set_name__(Trainer, "advance")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "advance", advance)
+        patch.setattr(Trainer, "advance", property(interrupted))
         train_and_evaluate(two, tmp_path / "study")
     inner = sorted(p for p in (tmp_path / "study").iterdir() if p.is_dir())
     for horizon, directory in zip((4, 6), inner, strict=True):
@@ -284,6 +279,14 @@ def test_a_study_continues_cell_by_cell(path, tmp_path, monkeypatch, capsys, arm
     assert len(rows) == 2 + 2 * 3
     assert (tmp_path / "study" / "figure.png").exists()
     assert f"mine.csv, 6, {arm}" in capsys.readouterr().out
+
+
+def test_seeds_share_the_programs_of_a_place(path):
+    study = Forecasting(tiny(path, seeds=(0, 1), horizon=(4, 6)))
+    one, two, longer, *_ = map(study.trainer, study.cells())
+    assert one.programs is two.programs is not longer.programs
+    assert (one.seeds, two.seeds) == ((0,), (1,))
+    assert (one.keys != two.keys).all()
 
 
 NAMES = [

@@ -120,6 +120,20 @@ def test_pieces_streams_and_seeds_equal_one_run():
     assert any((x[0] != x[1]).any() for x in jax.tree.leaves(trained.rest))
 
 
+def test_other_seeds_have_the_same_programs(compilations):
+    trainer = trainer_of()
+    run(trainer, trainer.init())
+    other = trainer.on(trainer.task, (3,))
+    start, number = other.init(), len(compilations)
+    last = host(run(other, start))
+    assert len(compilations) == number
+    fresh = trainer_of(seeds=(3,))
+    assert_equal(last, run(fresh, fresh.init()))
+    assert trainer.seeds == (0,)
+    with pytest.raises(ValueError, match=r"programs are of 1 seeds, got \(1, 2\)"):
+        trainer.on(trainer.task, (1, 2))
+
+
 def test_an_epoch_sees_every_example_once():
     trainer = trainer_of(seeds=(0, 1))
     order = trainer.order(0)

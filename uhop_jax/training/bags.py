@@ -100,7 +100,7 @@ class BagClassification(Application):
         model = cell._replace(fold=0)
         number = len(self.fold(cell).train)
         if (like := self._trainers.get(model)) and like.task.train.size == number:
-            return like.on(self.task(cell))
+            return like.on(self.task(cell), like.seeds)
         self._trainers[model] = super().trainer(cell)
         return self._trainers[model]
 

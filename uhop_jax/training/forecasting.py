@@ -121,6 +121,18 @@ class Forecasting(Application):
         for arm in self.config.arms:
             self.trainer(first._replace(arm=arm))
 
+    def trainer(self, cell: Any) -> Trainer:
+        """The trainer of a cell; seeds share the compiled programs."""
+        if cell.memory:
+            return super().trainer(cell)
+        like = self._trainer_of(cell._replace(seed=0))
+        return like.on(like.task, self.seeds(cell))
+
+    @functools.cached_property
+    def _trainer_of(self) -> Callable[[ForecastCell], Trainer]:
+        """The trainer of each arm for one place."""
+        return functools.lru_cache(len(self.config.arms))(super().trainer)
+
     def run_of(self, cell: Any) -> Any:
         return cell.backbone if cell.memory == "plug" else cell
 

@@ -30,6 +30,7 @@ from uhop_jax.training.task import (
     Task,
     TrainState,
     check_memory,
+    keys_of,
     number_of_parameters,
 )
 
@@ -85,8 +86,8 @@ class Trainer:
         self.mesh = jax.make_mesh(
             (len(devices),), ("batch",), axis_types=(AxisType.Auto,), devices=devices
         )
-        self.seeds = tuple(seeds)
-        self.keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+        self.seeds, self.keys = tuple(seeds), keys_of(seeds)
+        self.programs: dict[str, Any] = {}
         self.steps_per_epoch = -(-task.train.size // self.batch_size)
         model = nnx.eval_shape(lambda: task.build(nnx.Rngs(0)))
         parts: Any = nnx.split(model, KernelParam, ...)
@@ -100,15 +101,17 @@ class Trainer:
                 f"stage_one.schedule {stage_one.schedule!r} needs a model with kernels"
             )
 
-    def on(self, task: Task) -> "Trainer":
-        """The trainer of another task of as many examples, with the same programs."""
+    def on(self, task: Task, seeds: Sequence[int]) -> "Trainer":
+        """The trainer of as many other examples and seeds, with the same programs."""
+        if len(seeds) != len(self.seeds):
+            raise ValueError(f"programs are of {len(self.seeds)} seeds, got {seeds}")
         if task.train.size != self.task.train.size:
             raise ValueError(
                 f"programs are of {self.task.train.size} examples to train on, got "
                 f"{task.train.size}"
             )
         other = copy.copy(self)
-        other.task = task
+        other.task, other.seeds, other.keys = task, tuple(seeds), keys_of(seeds)
         return other
 
     @property
@@ -161,7 +164,7 @@ class Trainer:
         return tuple(jax.eval_shape(score, *self.shapes, dict(self.task.train.arrays)))
 
     @jitted()
-    def order(self, epoch: Array) -> dict[str, Array]:
+    def order(self, keys: Array, epoch: Array) -> dict[str, Array]:
         """Indices of the examples of each step of an epoch, `(seeds, steps, size)`.
 
         The task sees each example once. A last batch that is not full is filled with
@@ -180,10 +183,10 @@ class Trainer:
             orders = {"task": order.reshape(steps, -1), "stage": stage}
             return {name: self._drawn(seed_key, x) for name, x in orders.items()}
 
-        return jax.vmap(of_seed)(self.keys)
+        return jax.vmap(of_seed)(keys)
 
     @jitted()
-    def stage_order(self, epoch: Array) -> Array:
+    def stage_order(self, keys: Array, epoch: Array) -> Array:
         """Indices of the examples of each step of Stage I, `(seeds, steps, size)`.
 
         Examples that do not fill a batch are left out, in every epoch different ones.
@@ -196,7 +199,7 @@ class Trainer:
             order = jax.random.permutation(key, size)[: steps * self.stage_batch]
             return self._drawn(seed_key, order.reshape(steps, -1))
 
-        return jax.vmap(of_seed)(self.keys)
+        return jax.vmap(of_seed)(keys)
 
     def _drawn(self, key: Array, index: Array) -> Array:
         """Rows of examples, by their numbers among the examples that a seed sees."""
@@ -206,9 +209,10 @@ class Trainer:
         key = jax.random.fold_in(key, DRAW)
         return jax.random.permutation(key, split.drawn_from)[: split.size][index]
 
-    @jitted(donate_argnums=0)
+    @jitted(donate_argnums=1)
     def advance(
         self,
+        keys: Array,
         state: TrainState,
         arrays: Any,
         order: dict[str, Array],
@@ -225,13 +229,14 @@ class Trainer:
         def body(i: Array, state: TrainState) -> TrainState:
             rows = jax.tree.map(lambda x: x[:, i], order)
             step = self._over_seeds(one, (0, None, 0, 0, None))
-            return step(state, arrays, rows, self.keys, offset + i)
+            return step(state, arrays, rows, keys, offset + i)
 
         return lax.fori_loop(first, last, body, state)
 
-    @jitted(static_argnums=3, static_argnames="drawn")
+    @jitted(static_argnums=4, static_argnames="drawn")
     def evaluate(
         self,
+        keys: Array,
         state: TrainState,
         arrays: Any,
         number: Array,
@@ -266,14 +271,20 @@ class Trainer:
             zeros = {name: jnp.zeros((), jnp.float32) for name in self.metrics}
             return lax.fori_loop(0, (number + size - 1) // size, body, zeros)
 
-        parts = state.kernels, state.rest, self.keys
+        parts = state.kernels, state.rest, keys
         return self._over_seeds(one, (0, 0, 0))(*parts)
 
-    @jitted(static_argnums=2)
+    @jitted(static_argnums=3)
     def outputs(
-        self, state: TrainState, inputs: tuple, seed: int = 0, **options: Any
+        self,
+        keys: Array,
+        state: TrainState,
+        inputs: tuple,
+        seed: int = 0,
+        **options: Any,
     ) -> Array:
         """Outputs of the model of one seed for some inputs."""
+        del keys
         return self.model(state, seed)(*inputs, **options)
 
     def model(self, state: TrainState, seed: int = 0) -> Any:

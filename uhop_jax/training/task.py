@@ -1,10 +1,11 @@
 """What a run is made of: examples, model and loss, settings of Stage I, state."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
@@ -150,6 +151,11 @@ class TrainState(NamedTuple):
 def number_of_parameters(model: nnx.Module) -> int:
     """Number of scalars that a model learns."""
     return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def keys_of(seeds: Sequence[int]) -> Array:
+    """A key for each seed."""
+    return jnp.stack([jax.random.key(seed) for seed in seeds])
 
 
 def check_memory(parameters: int, seeds: int, device: Any) -> None:
