@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 PAUSE = 0.25  # seconds in which the threads of the previous call go to sleep
+HELD = "--xla_cpu_max_isa"  # option of XLA
 BUSY = 0.05  # seconds for which a short call is repeated
 Benchmark = Callable[[int], list[dict[str, Any]]]
 
@@ -107,7 +108,7 @@ def processor() -> tuple[str, str]:
     flags = fields.get("flags", fields.get("Features", "")).split()
     known = ("avx512f", "avx2", "avx", "sse4_2", "sve", "asimd")
     vectors = next((x for x in known if x in flags), "")
-    held = re.search(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    held = re.search(rf"{HELD}=(\w+)", os.environ.get("XLA_FLAGS", ""))
     return name, held.group(1).lower() if held else vectors
 
 
@@ -152,7 +153,10 @@ class Both(io.TextIOBase):
 
 
 def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
-    """Runs all comparisons; writes `NAME.csv`, the printed output, and a figure."""
+    """Runs all comparisons; writes `NAME.csv`, the printed output, and a figure.
+
+    With the processor held to narrower vectors the name ends in theirs.
+    """
     from uhop_jax import records
 
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -161,6 +165,8 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     about = environment()
+    if HELD in os.environ.get("XLA_FLAGS", ""):
+        name += f"_{about['vectors']}"
     rows: list[dict[str, Any]] = []
     path, printed = options.out / f"{name}.csv", options.out / f"{name}.txt"
     with (

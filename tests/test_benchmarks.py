@@ -68,6 +68,9 @@ def test_a_script_writes_its_table_and_figure(tmp_path, monkeypatch):
     commit = timing.commit()
     assert commit == "" or re.fullmatch(r"[0-9a-f]{7,}\+?", commit)
     assert {line.split(",")[-1] for line in lines[1:]} == {commit}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    timing.main("Doc.", "some", [lambda rounds: table])
+    assert ",avx2," in (tmp_path / "some_avx2.csv").read_text().splitlines()[1]
 
 
 def test_a_figure_has_a_panel_for_comparisons_that_begin_alike(tmp_path, monkeypatch):
