@@ -29,11 +29,11 @@ def entmax_weights(z: Array, alpha: Array, power: Power | None) -> Array:
     z, alpha = varying_alike((z, alpha.astype(z.dtype)))
     if z.shape[-1] == 0:
         return z
-    found = None
+    threshold = None
     if power in (Power.SQUARE, Power.LINEAR):
         fixed, e = (lax.stop_gradient(x) for x in (z, alpha - 1))
-        found = jax.tree.map(remembered, _threshold(fixed, e, power))
-    return _weights_from(z, alpha, found, power, False)
+        threshold = jax.tree.map(remembered, _threshold(fixed, e, power))
+    return _weights_from(z, alpha, threshold, power, False)
 
 
 def _mode(e: Array, power: Power | None) -> Power | Array:
@@ -71,7 +71,7 @@ def _below(z: Array, top: Array) -> Array:
 def _weights_from(
     z: Array,
     alpha: Array,
-    found: tuple[Array, Array] | None,
+    threshold: tuple[Array, Array] | None,
     power: Power | None,
     moving: bool,
 ) -> Array:
@@ -82,9 +82,9 @@ def _weights_from(
     """
     e = alpha - 1
     mode = _mode(e, power)
-    top, s = found or _threshold(z, e, mode)
+    top, s = threshold or _threshold(z, e, mode)
     u = _below(z, top)
-    if moving and found and power is not None:
+    if moving and threshold and power is not None:
         largest = jnp.where((z == top) & jnp.isfinite(top), z, 0.0)
         u += _change(largest)
         s += _shift(u, s, e, power)
@@ -100,8 +100,8 @@ def _weights_from(
 @functools.partial(_weights_from.defjvp, symbolic_zeros=True)
 def _weights_from_jvp(power, moving, primals, tangents):
     del moving
-    (z, alpha, found), (dz, dalpha, _) = primals, tangents
-    p = _weights_from(z, alpha, found, power, True)
+    (z, alpha, threshold), (dz, dalpha, _) = primals, tangents
+    p = _weights_from(z, alpha, threshold, power, True)
     dz, dalpha = (None if isinstance(d, SymbolicZero) else d for d in (dz, dalpha))
     return p, _entmax_tangent(p, alpha, dz, dalpha, power)
 
