@@ -122,7 +122,7 @@ def verdict() -> str:
     if missing := [task for task, _ in SCORES.values() if task not in every]:
         return (
             "Whether Stage I helps in a network is undecided: not measured on "
-            f"{', '.join(missing)}. The plain layer is the choice until then."
+            f"{', '.join(missing)}. The plain layer is the choice until they are."
         )
     some = [f"{arm} on {', '.join(x)}" for arm, x in number.items() if x]
     alone = f" One task alone gains: {'; '.join(some)}." if some else ""
