@@ -323,7 +323,7 @@ def forecast(data: str, horizon: int) -> Callable[[Results], Judged]:
             row
             for arm in arms
             if (group := [r for r in rows if r["arm"] == arm])
-            for row in records.of_least(group, "window", "validation_loss")
+            for row in records.of_least(group, ("window",), "validation_loss")
         ]
         if not {r["arm"] for r in rows} >= set(arms):
             return Judged()

@@ -426,7 +426,8 @@ def _mixed(rows: Rows, method: str) -> Sample:
     """Memories mixed at the beta of the least error, by memory set."""
     selected = [row for row in rows if row["method"] == method]
     return {
-        row["run"]: row["size"] for row in records.of_least(selected, "beta", "error")
+        row["run"]: row["size"]
+        for row in records.of_least(selected, ("beta",), "error")
     }
 
 

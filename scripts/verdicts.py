@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+
+from uhop_jax import records
 
 HOLDS, PARTLY, FAILS = "holds", "holds partly", "does not hold"
 NOT_AS_STATED = "not reproducible as stated"
@@ -69,12 +70,9 @@ class Difference(NamedTuple):
 
 def difference(a: Mapping[int, float], b: Mapping[int, float]) -> Difference:
     """`a - b` over the memory sets that both have seen."""
-    pairs = np.asarray([a[run] - b[run] for run in sorted(a.keys() & b.keys())])
-    if len(pairs) < 2:
-        return Difference(float(pairs.mean()), float("inf"))
-    error = float(pairs.std(ddof=1)) / len(pairs) ** 0.5
-    half = float(stats.t.ppf(0.975, len(pairs) - 1)) * error
-    return Difference(float(pairs.mean()), half)
+    pairs = [a[run] - b[run] for run in sorted(a.keys() & b.keys())]
+    half = records.half_width(pairs) if len(pairs) > 1 else float("inf")
+    return Difference(float(np.mean(pairs)), half)
 
 
 class Tally(NamedTuple):

@@ -150,3 +150,5 @@ def test_equations_without_a_solution_are_named(untyped):
         uhop.fit_values(model, MEMORIES, jnp.ones((8, 2)))
     with pytest.raises(ValueError, match="ridge must be at least 0, got -1"):
         uhop.fit_values(model, MEMORIES, ridge=-1.0)
+    with pytest.raises(ValueError, match=r"ridge must be one number, got shape \(2,\)"):
+        uhop.fit_values(model, MEMORIES, ridge=jnp.ones(2))

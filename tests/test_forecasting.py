@@ -458,6 +458,8 @@ WRONG = [
     ({"train.clip": 0.0}, "train.clip must be positive"),
     ({"model.preset": "mine"}, "unknown preset 'mine'"),
     ({"data.split": (0.5, 0.5)}, "a split is three fractions"),
+    ({"data.split": ("a", "b", "c")}, "a split is three fractions"),
+    ({"model.dtype": "foo"}, "unknown model.dtype 'foo'; choose one of float32"),
 ]
 
 

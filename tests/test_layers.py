@@ -772,6 +772,8 @@ WRONG_MASKS = [
     ({"mask": np.ones((L, S), bool)}, r"mask must have shape \(7,\) or \(3, 7\)"),
     ({"mask": np.ones(S, np.uint8)}, "mask must be boolean.*uint8"),
     ({"mask": np.ones(S, np.float32)}, "mask must be boolean.*float32"),
+    ({"mask": "yes"}, "mask must be boolean.*got 'yes'"),
+    ({"association_mask": "yes"}, "association_mask must be boolean.*got 'yes'"),
     ({"association_mask": np.ones((S, L), bool)}, "association_mask must have shape"),
     ({"association_mask": np.ones((B, 2, L, S), bool)}, "association_mask must have"),
 ]

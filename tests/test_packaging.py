@@ -164,3 +164,16 @@ def test_help_explains_every_key_of_every_variant(name, monkeypatch):
             assert levels or re.search(r"  \S", rest), (
                 f"{variant}: {key} needs a comment"
             )
+
+
+def test_help_has_the_comments_of_its_own_variant(monkeypatch):
+    path, printed = configs()["retrieval"], {}
+    for variant in ("capacity", "blind", "query", "scatter"):
+        monkeypatch.setattr(sys, "argv", ["x", f"--config={path}:{variant}", "--help"])
+        printed[variant] = command_line._help(configs(), "retrieval")
+    drawn = "N is drawn for each run"
+    assert [drawn in text for text in printed.values()] == [False, False, False, True]
+    assert "queries in the picture" in printed["query"]
+    assert "queries in the picture" not in printed["capacity"]
+    assert re.search(r"config.queries=.*without labels", printed["blind"])
+    assert re.search(r"config.queries=.*folder of images", printed["query"])

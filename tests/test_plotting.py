@@ -132,6 +132,12 @@ def test_a_comparison_has_names_down_the_side(drawn):
     np.testing.assert_allclose(ends[1], [0.5, 1.4])
     (zone,) = axis.patches
     assert box(zone).x0 - axis.bbox.x0 < 0.05 * axis.bbox.width
+    groups = {"": {"MHM": (3.0, 1.0), "DAM": (np.inf, 0.0), "l2": (np.nan, 0.0)}}
+    wild = plotting.Comparison("", groups, "error")
+    texts = [
+        text.get_text() for text in drawn(plotting.comparisons, [wild]).axes[0].texts
+    ]
+    assert texts == ["3", "inf", "nan"]
     many = [part._replace(title=str(i)) for i in range(5)]
     figure = drawn(plotting.comparisons, many)
     assert figure.get_figheight() < 0.7 * 5 * (1.1 + 5 * 0.2)  # two columns

@@ -420,6 +420,10 @@ def test_the_cells_of_a_run_show_its_progress(tmp_path, monkeypatch, variant, na
         ({"stage_one.steps": (3, -1)}, "stage_one.steps must be at least 0, got -1"),
         ({"stage_one.start": "warm"}, "choose one of gaussian, identity"),
         ({"variant": "other"}, "unknown variant 'other'; choose one of demo"),
+        ({"variant": "metastability", "alphas": ()}, "alphas must name at least one"),
+        ({"variant": "metastability", "alphas": (0.5,)}, "alphas must be at least 1"),
+        ({"variant": "blind", "queries": ()}, "queries must name at least one"),
+        ({"variant": "blind", "queries": (0,)}, "queries must be at least 1, got 0"),
     ],
 )
 def test_bad_config_is_refused_before_anything_is_written(tmp_path, changes, message):
@@ -474,8 +478,10 @@ def test_nan_is_never_the_least():
         for loss in losses
     ]
     for order in (rows, rows[::-1]):
-        assert {r["window"] for r in records.of_least(order, "window", "loss")} == {3}
-    assert records.of_least(rows[:1], "window", "loss") == rows[:1]
+        assert {r["window"] for r in records.of_least(order, ("window",), "loss")} == {
+            3
+        }
+    assert records.of_least(rows[:1], ("window",), "loss") == rows[:1]
     method = next(m for m in FAIR if m.name == "U-Hop")
     entries = [Entry(method, f"N={n}", Dot()) for n in (1, 10)]
     errors = np.asarray([[[np.nan, 5, 4], [3, np.nan, np.nan]]])
@@ -689,6 +695,18 @@ def test_blocks_files_and_shards_answer_alike(tmp_path, monkeypatch, whole, chan
         assert a["index"] == b["index"]
         for name in ("weight", "margin", "expected_error"):
             assert abs(float(a[name]) - float(b[name])) < 1e-3
+
+
+def test_another_mapped_file_of_the_same_name_is_refused(tmp_path, monkeypatch, whole):
+    folder, common = whole
+    monkeypatch.chdir(folder)
+    values = np.load("digits.npy").reshape(31, -1)
+    np.save(tmp_path / "mapped.npy", values)
+    config = query_config(**common | {"mapped": str(tmp_path / "mapped.npy")})
+    experiments.run(config, tmp_path / "run")
+    np.save(tmp_path / "mapped.npy", values[::-1].copy())
+    with pytest.raises(ValueError, match="mapped.npy"):
+        experiments.run(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

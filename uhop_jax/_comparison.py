@@ -73,7 +73,8 @@ def _compare(axis: Any, part: Comparison, parts: Sequence[Comparison]) -> None:
         alike = [other for other in parts if other.xlabel == part.xlabel]
     pairs = [x for p in alike for group in p.groups.values() for x in group.values()]
     values, halves = map(np.asarray, zip(*pairs, strict=True))
-    rounding = 1e-12 * values.max()  # below it, a value is rounding of zero
+    # Below it, a value is rounding of zero.
+    rounding = 1e-12 * values.max(initial=0.0, where=np.isfinite(values))
     for heading, group in part.groups.items():
         if heading:
             labels.append((heading, True))
@@ -102,7 +103,7 @@ def _compare(axis: Any, part: Comparison, parts: Sequence[Comparison]) -> None:
                     hatch="" if slower else "////",
                     linewidth=0.7,
                 )
-            value = value if value > rounding else 0.0
+            value = 0.0 if value <= rounding else value
             axis.text(
                 1.02,
                 place,

@@ -1,7 +1,7 @@
-"""Faster ways to do what JAX does, each with JAX's own way beside it.
+"""Faster ways to do what JAX does.
 
-Each way gains at least 1.3 times on a CPU: `benchmarks/fast.py` measures both. What
-gained less, such as a polynomial for `exp2`, was deleted.
+Each gains at least 1.3 times on a CPU: `benchmarks/fast.py` measures it and JAX's way.
+What gained less, such as a polynomial for `exp2`, was deleted.
 """
 
 import math
@@ -57,11 +57,6 @@ def kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*batch 1"]
     start = jnp.full_like(keys, 0, shape=(*keys.shape[:-1], 1))
     key = lax.fori_loop(0, bits, body, start)
     return from_ordered(key)
-
-
-def plain_kth_largest(z: Float[Array, "*batch M"], k: int) -> Float[Array, "*batch 1"]:
-    """`kth_largest` by XLA's sort."""
-    return lax.top_k(z, k)[0][..., -1:]
 
 
 @jax.custom_jvp
@@ -162,13 +157,6 @@ def kept_at(
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
-def plain_kept(
-    key: Array, shape: tuple[int, ...], rate: float
-) -> Bool[Array, "*shape"]:
-    """`kept` by `jax.random`, with other masks of the same distribution."""
-    return jax.random.bernoulli(key, 1 - rate, shape)
-
-
 def _mixed(bits: Array) -> Array:
     """A bijection of 32 bits in which each bit of the input flips half of the output.
 
@@ -196,11 +184,6 @@ def mapped(function: Callable[[Any], Any], parts: Any, few: int) -> Any:
 def remembered(x: Array) -> Array:
     """`x`, small and slow to compute, which the backward pass of `mapped` keeps."""
     return checkpoint_name(x, REMEMBERED)
-
-
-def plain_mapped(function: Callable[[Any], Any], parts: Any) -> Any:
-    """`mapped` with all entries at once."""
-    return jax.vmap(function)(parts)
 
 
 def entries_at_once(number: int, bytes_each: int) -> int:

@@ -14,6 +14,7 @@ from uhop_jax._checks import (
     as_floating,
     check_memory_set,
     check_positive,
+    check_scalar,
     is_traced,
     wider_dtype,
     working_dtype,
@@ -119,6 +120,7 @@ def fit_values(
     dtype = working_dtype(jnp.zeros((), wider_dtype(memories, values)))
     memories, values = memories.astype(dtype), values.astype(dtype)
     weights = retrieve(model, memories, memories).weights
+    check_scalar("ridge", ridge)
     floor = as_at_least("ridge", ridge, 0, dtype)
     result, solved = _solved(weights, values, floor)
     if not is_traced(solved) and not bool(solved):

@@ -239,8 +239,7 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
             config, variant = name, (match[2],) if match[2] else ()
     module = config_module(config)
     values = module.get_config(*variant)
-    source = shipped[config].read_text("utf-8")
-    comments = dict(re.findall(r"^ +config\.([\w.]+) = .*  # (.+)$", source, re.M))
+    comments = _comments(shipped[config].read_text("utf-8"), values.variant)
     lines = []
     for key, value in flattened(values.to_dict()).items():
         if key in ("variant", "task"):  # set by the file and the variant
@@ -250,6 +249,15 @@ def _help(shipped: Mapping[str, Path], config: str) -> str:
         lines.append(f"{flag:<46}  {comments.get(key, '')}".rstrip())
     title = f"Keys, with the values of the variant {values.variant}:"
     return "\n".join([(module.__doc__ or "").rstrip(), "", title, "", *lines])
+
+
+def _comments(source: str, variant: str) -> dict[str, str]:
+    """The comment of each key in a config's source; the variant's own part decides."""
+    parts = re.split(r"^(?= +case \"|def )", source, flags=re.M)
+    own = re.compile(rf' +case [^:]*"{variant}"|def _{variant}\(')
+    common = [part for part in parts if not re.match(" +case |def _", part)]
+    text = "\n".join([*parts, *common, *filter(own.match, parts)])  # the last counts
+    return dict(re.findall(r"^ +config\.([\w.]+) = .*  # (.+)$", text, re.M))
 
 
 def _configure_output() -> None:

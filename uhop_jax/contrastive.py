@@ -18,11 +18,12 @@ from uhop_jax._checks import (
     as_floating,
     as_scalar,
     broadcast_rows,
+    check_choice,
     working_dtype,
 )
 from uhop_jax._pytree import Pytree
 from uhop_jax.corruption import Mask
-from uhop_jax.losses import SeparationLoss, loss_from_name, scaled_rows
+from uhop_jax.losses import LOSSES, SeparationLoss, scaled_rows
 
 
 class ContrastiveLoss(Pytree):
@@ -108,9 +109,10 @@ def stage_one_loss(
     Raises:
       ValueError: if the name is unknown.
     """
+    check_choice("separation loss", name, (*LOSSES, "contrastive"))
     if name == "contrastive":
         return ContrastiveLoss(t, Mask(masked))
-    return loss_from_name(name, t)
+    return LOSSES[name](t)
 
 
 def _unit(x: Array) -> Array:

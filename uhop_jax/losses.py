@@ -319,13 +319,9 @@ def squared_distances(features: Array) -> Array:
     return -NegativeSquaredL2().compare(features, features)
 
 
-def _diagonal(gram: Array) -> Array:
-    return jnp.diagonal(gram, axis1=-2, axis2=-1)
-
-
 def _on_sphere(gram: Array) -> Array:
     """The Gram matrix of the normalised features; a zero feature has cosine zero."""
-    squared = _diagonal(gram)
+    squared = jnp.diagonal(gram, axis1=-2, axis2=-1)
     zero = squared <= 0
     inverse = jnp.where(zero, 0.0, lax.rsqrt(jnp.where(zero, 1.0, squared)))
     return gram * inverse[..., :, None] * inverse[..., None, :]

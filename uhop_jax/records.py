@@ -118,9 +118,9 @@ def curves(
     return by_name
 
 
-def of_least(rows: Sequence[Mapping[str, Any]], by: str, value: str) -> list:
+def of_least(rows: Sequence[Mapping[str, Any]], by: Sequence[str], value: str) -> list:
     """The records of the group whose mean `value` is least; `by` gives the groups."""
-    groups = grouped(rows, (by,)).values()
+    groups = grouped(rows, by).values()
     return min(groups, key=lambda group: ranked(np.mean([row[value] for row in group])))
 
 

@@ -233,7 +233,7 @@ class NegativeL1(Similarity):
 
 
 def _normalize(x: Array) -> Array:
-    """Unit vectors in at least float32; zero stays zero, with zero gradient."""
+    """Unit vectors in at least float32; zero stays zero, with a finite gradient."""
     x = x.astype(working_dtype(x))
     # Scaling by the largest component keeps squares of tiny or huge vectors in range.
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from uhop_jax._checks import check_choice, check_count
+from uhop_jax._checks import check_choice, check_count, check_rate
 from uhop_jax._files import (
     check_fits,
     mapped_array,
@@ -112,8 +112,7 @@ def synthetic(
     check_choice("kind of synthetic data", kind, SYNTHETIC)
     check_count("number", number, 1)
     check_count("dimension", dimension, 2)
-    if not 0 <= correlation < 1:
-        raise ValueError(f"correlation must be in [0, 1), got {correlation}")
+    check_rate("correlation", correlation)
     check_fits(f"{number} patterns of dimension {dimension}", 4 * number * dimension)
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((number, dimension), np.float32)

@@ -5,6 +5,7 @@ rows, follows. Windows slide by one row and none is left out.
 """
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import jax
@@ -120,7 +121,8 @@ def borders(split: str | Sequence[float], rows: int) -> Borders:
             )
     else:
         fractions = FRACTIONS if isinstance(split, str) else tuple(split)
-        if len(fractions) != 3 or not all(0 < x < 1 for x in fractions):
+        numbers = all(isinstance(x, Real) for x in fractions)
+        if len(fractions) != 3 or not numbers or not all(0 < x < 1 for x in fractions):
             raise ValueError(
                 "a split is three fractions between 0 and 1, for train, validation and "
                 f"test, got {fractions}"

@@ -100,8 +100,8 @@ class Answers(NamedTuple):
         the weights are its probabilities.
       foreign: probability that none of the memories belongs to the query; None unless
         the memory was calibrated on queries, and if the memories were read in blocks.
-      converged: whether further updates stay at the same memory; None for a model whose
-        updates cannot be iterated, and if the memories were read in blocks.
+      converged: whether further updates stay at the same memory; None for a model
+        without an energy, and if the memories were read in blocks.
     """
 
     state: Float[Array, "Q d"]

@@ -139,10 +139,7 @@ def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
     kept = [dict(row) for row in rows if row["method"] in others]
     fixed = [row for row in rows if row["method"] not in others]
     for _, group in records.grouped(fixed, (*records.CELL, "queries")).items():
-        by_method = records.grouped(group, ("method",))
-        best = min(
-            by_method.values(), key=lambda lot: np.mean([row["error"] for row in lot])
-        )
+        best = records.of_least(group, ("method",), "error")
         kept += [dict(row, method=BEST, setting=row["method"]) for row in best]
     return kept
 

@@ -3,10 +3,10 @@
 - `fair`: every method at its own best beta and kernel, chosen on other memories.
 - `paper`: one beta, a Gaussian start, constant rates (1 unless others are given), rows
   of `W` normalised at the end; distances with the sign that retrieves the nearest.
-- `reference`: as the authors' code runs, oddities included: kept pixels are doubled,
-  noise is folded, distances retrieve the farthest, powers are not normalised, Stage I
-  sees half of the memories in the mask task, rows are not normalised, and the rate of
-  its average-loss trainer falls as `1 / sqrt(n!)`.
+- `reference`: as the authors' code runs, oddities included: kept pixels are divided by
+  their share, noise is folded, distances retrieve the farthest, powers are not
+  normalised, Stage I sees half of the memories in the mask task, rows are not
+  normalised, and the rate of its average-loss trainer falls as `1 / sqrt(n!)`.
 """
 
 import math
@@ -16,7 +16,13 @@ import numpy as np
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
-from uhop_jax._checks import check_choice, check_count, check_positive
+from uhop_jax._checks import (
+    check_at_least,
+    check_choice,
+    check_count,
+    check_named,
+    check_positive,
+)
 from uhop_jax.experiments.methods import (
     BLIND,
     CALIBRATED,
@@ -151,7 +157,14 @@ def check(config: ConfigDict) -> None:
         check_count("stage_one.steps", number, 0)
     for ridge in options.ridges:
         check_positive("stage_one.ridges", ridge)
+    if config.variant == "metastability":
+        check_named(alphas=config.alphas)
+        for alpha in config.alphas:
+            check_at_least("alphas", alpha, 1.0)
     if config.variant == "blind":
+        check_named(queries=config.queries)
+        for number in config.queries:
+            check_count("queries", number, 1)
         for name in config.methods:
             check_choice("method of the blind variant", name, RIVALS)
         if "known_mask" in config.corruption.kinds:

@@ -76,6 +76,8 @@ def run(config: ConfigDict, workdir: Path) -> None:
         seen = queries.values if observed is None else queries.values * observed
         check_scale("queries", np.asarray(seen), known)
     mapped = mapped_patterns(config.mapped, known) if config.mapped else None
+    if mapped is not None:
+        read[config.mapped] = fingerprint(mapped)
     shape = tuple(stored.shape)
     options = config.corruption
     clamped = bool(stored.values.min() >= 0 and stored.values.max() <= 1)
@@ -95,8 +97,9 @@ def run(config: ConfigDict, workdir: Path) -> None:
                 assumed = f"queries with {ASSUMED} {options.level:g}"
                 if observed is not None:
                     assumed = "queries whose known components are intact"
+                script = Path(sys.argv[0]).name
                 print(
-                    f"retrieve.py: calibrated for {assumed}; corruption.kind names "
+                    f"{script}: calibrated for {assumed}; corruption.kind names "
                     "another corruption",
                     file=sys.stderr,
                 )

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import broadcast_rows, is_traced
+from uhop_jax._checks import as_boolean, broadcast_rows, is_traced
+
+VISIBLE = "true for visible memories"
 
 
 def combined_mask(
@@ -33,7 +35,7 @@ def combined_mask(
         mask = jnp.broadcast_to(checked_mask(mask, tuple(batch), S), (*batch, S))
         where = jnp.broadcast_to(mask[..., None, None, :], (*batch, 1, L, S))
     if association_mask is not None:
-        visible = _boolean("association_mask", association_mask)
+        visible = as_boolean("association_mask", association_mask, VISIBLE)
         shapes = [(L, S), (*batch, L, S), (*batch, 1, L, S), (*batch, heads, L, S)]
         if visible.shape not in shapes:
             raise ValueError(
@@ -138,20 +140,10 @@ def zero_unless(
 
 def checked_mask(mask: Any, batch: tuple[int, ...], S: int) -> Array:
     """The boolean mask over memories, of a checked shape."""
-    mask = _boolean("mask", mask)
+    mask = as_boolean("mask", mask, VISIBLE)
     if mask.shape not in ((S,), (*batch, S)):
         raise ValueError(
             f"mask must have shape {(S,)} or {(*batch, S)}, got {mask.shape}; use "
             "association_mask for a mask of each state"
-        )
-    return mask
-
-
-def _boolean(name: str, mask: Any) -> Array:
-    """The mask as an array, of a checked dtype."""
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_:
-        raise ValueError(
-            f"{name} must be boolean, true for visible memories, got dtype {mask.dtype}"
         )
     return mask

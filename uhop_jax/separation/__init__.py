@@ -61,7 +61,8 @@ def separation_from_name(name: str, **parameters: Any) -> Separation:
     """The separation with the name that configs and command lines use.
 
     Args:
-      name: `softmax`, `softmax1`, `entmax`, `sparsemax`, `polynomial` or `topk`.
+      name: `softmax`, `softmax1`, `entmax`, `entmax15`, `sparsemax`, `polynomial` or
+        `topk`.
       **parameters: fields of the separation, such as `alpha`.
 
     Raises:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from uhop_jax._checks import as_floating
+from uhop_jax._checks import as_boolean, as_floating
 from uhop_jax._pytree import varying_alike
 from uhop_jax.separation.forms import Largest, Root, Whole
 from uhop_jax.streaming._passes import average, check_values, run_queries, weights_of
@@ -33,12 +33,9 @@ class ArraySource(NamedTuple):
             raise ValueError(f"memories must have shape (M, d), got {memories.shape}")
         count = memories.shape[0]
         if mask is not None:
-            mask = jnp.asarray(mask)
-            if mask.dtype != jnp.bool_ or mask.shape != (count,):
-                raise ValueError(
-                    f"mask must be boolean of shape ({count},), got {mask.dtype} of "
-                    f"shape {mask.shape}"
-                )
+            mask = as_boolean("mask", mask)
+            if mask.shape != (count,):
+                raise ValueError(f"mask must have shape ({count},), got {mask.shape}")
         if values is not None:
             values = as_floating(values, "values")
             check_values(values.shape, memories.shape)

@@ -137,7 +137,7 @@ def relative(model: QueryModel, z: Array, reference: Array) -> Array:
 
 
 def steep_relative(model: QueryModel, z: Array, reference: Array) -> Array:
-    """`_relative`, zero where the difference is rounding.
+    """`relative`, zero where the difference is rounding.
 
     The programs of different passes round matrix products differently. With a large
     `alpha`, a difference of that size would give a weight to a memory outside the

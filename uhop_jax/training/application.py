@@ -11,7 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from uhop_jax import plotting
-from uhop_jax._checks import check_count, check_positive, check_seed
+from uhop_jax._checks import check_choice, check_count, check_positive, check_seed
 from uhop_jax.contrastive import stage_one_loss
 from uhop_jax.training.arms import Arm, arm_of, features_of
 from uhop_jax.training.cells import AnyCell, directory_name
@@ -25,6 +25,7 @@ from uhop_jax.training.task import (
 )
 
 Rows = list[dict[str, Any]]
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Application(abc.ABC):
@@ -57,6 +58,7 @@ class Application(abc.ABC):
             check_seed("seeds", seed)
         for arm in config.arms:
             arm_of(arm)
+        check_choice("model.dtype", config.model.dtype, DTYPES)
         check_count("train.epochs", config.train.epochs, 1)
         check_count("train.batch_size", config.train.batch_size, 1)
         check_count("train.patience", config.train.patience, 0)

@@ -7,12 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from uhop_jax._checks import check_choice
 from uhop_jax.models import BagClassifier
 from uhop_jax.training.application import model_of
 from uhop_jax.training.arms import RETRIEVAL, arm_of, association_of
 from uhop_jax.training.cells import BagCell
-from uhop_jax.training.image_model import DTYPES
 
 
 def bag_model(
@@ -29,7 +27,6 @@ def bag_model(
       ValueError: if a value is out of range.
     """
     arm, options = arm_of(cell.arm), dict(config.model)
-    check_choice("model.dtype", options["dtype"], DTYPES)
     options["dtype"] = jnp.dtype(options["dtype"])
     options["normalize"] = tuple(options["normalize"])
     options["head_size"] = options["head_size"] or None

@@ -25,14 +25,8 @@ def of_chosen(rows: Rows, scores: Rows) -> Rows:
     """
     chosen = set()
     for place, group in records.grouped(scores, ("arm", "fold")).items():
-        models = records.grouped(group, CANDIDATE)
-        least = min(
-            models,
-            key=lambda x: records.ranked(
-                np.mean([row["validation_loss"] for row in models[x]])
-            ),
-        )
-        chosen.add((*place, *least))
+        best = records.of_least(group, CANDIDATE, "validation_loss")[0]
+        chosen.add((*place, *(best[key] for key in CANDIDATE)))
     keys = ("arm", "fold", *CANDIDATE)
     return [row for row in rows if tuple(row[key] for key in keys) in chosen]
 

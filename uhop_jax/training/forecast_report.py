@@ -49,7 +49,7 @@ def table(rows: Rows) -> str:
     rows = sorted(rows, key=lambda r: order.index((r["data"], r["horizon"])))
     group, label = ("data", "horizon", "arm"), labels([row["data"] for row in rows])
     for (name, horizon, arm), members in records.grouped(rows, group).items():
-        best = records.of_least(members, "window", "validation_loss")
+        best = records.of_least(members, ("window",), "validation_loss")
         for (window,), lot in records.grouped(members, ("window",)).items():
             names = [label[name], str(horizon), str(window), arm]
             if several:

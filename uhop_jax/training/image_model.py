@@ -15,7 +15,6 @@ from uhop_jax.training.arms import RETRIEVAL, arm_of, association_of
 from uhop_jax.training.cells import ImageCell
 
 MODELS = ("vih", "transformer")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def image_model(
@@ -29,7 +28,6 @@ def image_model(
     arm, options = arm_of(cell.arm), dict(config.model)
     name = options.pop("name")
     check_choice("model.name", name, MODELS)
-    check_choice("model.dtype", options["dtype"], DTYPES)
     dtype = jnp.dtype(options.pop("dtype"))
     retrieval = {key: options.pop(key) for key in ("alpha", *RETRIEVAL)}
     association = association_of(arm, **retrieval)

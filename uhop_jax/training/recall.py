@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from ml_collections import ConfigDict
 
 from uhop_jax import plotting, records
-from uhop_jax._checks import check_choice, check_count, check_named
+from uhop_jax._checks import check_count, check_named
 from uhop_jax.models import SequenceModel
 from uhop_jax.training.application import Application, Rows, model_of
 from uhop_jax.training.arms import (
@@ -28,7 +28,6 @@ from uhop_jax.training.arms import (
 )
 from uhop_jax.training.cells import RecallCell
 from uhop_jax.training.exporting import FILE, write_export
-from uhop_jax.training.image_model import DTYPES
 from uhop_jax.training.steps import Trainer
 from uhop_jax.training.task import SEPARATIONS, Batch, Split, Task, TrainState
 
@@ -179,7 +178,6 @@ def sequence_model(
       ValueError: if a value is out of range.
     """
     arm, options = arm_of(cell.arm), dict(config.model)
-    check_choice("model.dtype", options["dtype"], DTYPES)
     dtype = options["dtype"] = jnp.dtype(options["dtype"])
     retrieval = {name: options.pop(name) for name in ("alpha", *RETRIEVAL)}
     association = association_of(arm, **retrieval)

@@ -1,6 +1,5 @@
 """What a run is made of: examples, model and loss, settings of Stage I, state."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from uhop_jax._checks import (
     check_positive,
     check_probability,
 )
+from uhop_jax._files import machine_memory
 from uhop_jax.contrastive import ContrastiveLoss
 from uhop_jax.corruption import Mask
 from uhop_jax.losses import AverageLoss, SeparationLoss, check_loss
@@ -162,9 +162,9 @@ def check_memory(parameters: int, seeds: int, device: Any) -> None:
     """Refuses a state that memory cannot hold: parameters and moments in float32."""
     needed = 3 * 4 * parameters * seeds
     available = (device.memory_stats() or {}).get("bytes_limit")
-    if available is None and hasattr(os, "sysconf"):  # a CPU, not under Windows
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if available is not None and needed > available:
+    if available is None:  # a CPU
+        available = machine_memory()
+    if needed > available:
         raise ValueError(
             f"there is not enough memory for sizes of this config: a model of "
             f"{parameters:,} parameters takes {needed / 1e9:.0f} GB to train for "

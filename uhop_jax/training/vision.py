@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
 from uhop_jax import data, plotting, records
-from uhop_jax._checks import check_at_least, check_count, check_named
+from uhop_jax._checks import check_at_least, check_count, check_named, check_rate
 from uhop_jax._files import shown_name, user_path
 from uhop_jax.data import Images
 from uhop_jax.data.pictures import ENDINGS, picture_files, read_pictures
@@ -103,12 +103,11 @@ class Vision(Application):
         return optax.adam(rate)
 
     def goal(self) -> Goal:
-        options = self.config.train
-        return Goal(
-            options.epochs,
-            "accuracy",
-            patience=options.patience or None,
-            test_train=options.test_train,
+        test_train = self.config.train.test_train
+        return (
+            super()
+            .goal()
+            ._replace(metric="accuracy", least=False, test_train=test_train)
         )
 
     def summary(
@@ -274,8 +273,7 @@ def task_of(config: ConfigDict, cell: ImageCell, train: Images, test: Images) ->
                 f"train images have shape {shape}, {name} images {images.raw.shape[1:]}"
             )
     smoothing = float(config.train.label_smoothing)
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"train.label_smoothing must be in [0, 1), got {smoothing}")
+    check_rate("train.label_smoothing", smoothing)
     flip, crop = bool(config.augment.flip), config.augment.crop
     check_count("augment.crop", crop, 0)
     statistics = channel_statistics(train.raw)
