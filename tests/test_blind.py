@@ -310,7 +310,7 @@ def test_factors_of_a_table_are_its_logarithm():
         ({"memories": jnp.ones((3, 4))}, "memories must differ: all are equal"),
         ({"queries": jnp.eye(4)[:1]}, r"needs queries of shape \(Q, d\), at least 2"),
         ({"queries": jnp.eye(4) * jnp.nan}, "queries must be finite, got 16 NaN"),
-        ({"candidates": {}}, "candidates must be a mapping"),
+        ({"candidates": {}}, "candidates must name at least one"),
         ({"candidates": {LEARNED: uhop.Dot()}}, "must not be named"),
         ({"transformations": abs}, "transformations must be Transformations"),
         (

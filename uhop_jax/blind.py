@@ -34,9 +34,9 @@ from uhop_jax._checks import (
     working_dtype,
 )
 from uhop_jax._pytree import Pytree
-from uhop_jax.candidates import PLAIN
+from uhop_jax.candidates import PLAIN, check_candidates
 from uhop_jax.foreign import foreign_probability
-from uhop_jax.kernels import Centering, check_numbers
+from uhop_jax.kernels import Centering
 from uhop_jax.likelihood import probabilities
 from uhop_jax.model import Model
 from uhop_jax.posterior import mean_and_variance, with_squares
@@ -189,7 +189,7 @@ def calibrate_blind(
         _check_templates(memories, transformations)
     if candidates is None:
         candidates = fixed_similarities(memories, queries, observed)
-    _check_candidates(candidates, memories)
+    check_candidates(candidates, memories, (LEARNED, MOVED))
     used = _used(memories, queries, observed)
 
     problem = Problem.of(memories, *used)
@@ -343,18 +343,6 @@ def _checked(
     if observed is not None:
         queries = jnp.where(observed, queries, jnp.zeros((), dtype))
     return memories.astype(dtype), queries, observed
-
-
-def _check_candidates(candidates: Any, memories: Array) -> None:
-    if not isinstance(candidates, Mapping) or not candidates:
-        raise ValueError(
-            f"candidates must be a mapping of names to similarities, got {candidates!r}"
-        )
-    for name, similarity in candidates.items():
-        if name in (LEARNED, MOVED):
-            raise ValueError(f"candidates must not be named {name!r}, got it")
-        check_patterns(memories, memories, similarity)
-        check_numbers(similarity.kernel)
 
 
 def _check_templates(memories: Array, transformations: Transformations) -> None:

@@ -27,12 +27,11 @@ from uhop_jax._checks import (
 )
 from uhop_jax._products import weigh
 from uhop_jax._pytree import Pytree
-from uhop_jax.candidates import default_candidates
+from uhop_jax.candidates import check_candidates, default_candidates
 from uhop_jax.corruption import Corruption
-from uhop_jax.kernels import check_numbers
 from uhop_jax.model import Model
 from uhop_jax.separation import Entmax, Separation, Softmax, Sparsemax
-from uhop_jax.similarity import Similarity, check_patterns
+from uhop_jax.similarity import Similarity
 from uhop_jax.trials import (
     beta_grid,
     corrupted_copies,
@@ -161,15 +160,7 @@ def calibrate(
     fit_key, sweep_key, tie_key, fresh_key = jax.random.split(key, 4)
     if candidates is None:
         candidates = default_candidates(fit_key, memories, corruption)
-    if not isinstance(candidates, Mapping):
-        raise ValueError(
-            f"candidates must be a mapping of names to similarities, got {candidates!r}"
-        )
-    if not candidates:
-        raise ValueError("candidates must name at least one similarity, got none")
-    for similarity in candidates.values():
-        check_patterns(memories, memories, similarity)
-        check_numbers(similarity.kernel)
+    check_candidates(candidates, memories)
 
     M = memories.shape[0]
     number = queries if M > queries else M * round(queries / M)

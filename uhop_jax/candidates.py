@@ -1,6 +1,6 @@
 """The similarities that calibration tries, with kernels fitted to the memories."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from uhop_jax._checks import check_key
 from uhop_jax.closed_form import whitenings
 from uhop_jax.corruption import Corruption
-from uhop_jax.kernels import Centering
+from uhop_jax.kernels import Centering, check_numbers
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.similarity import (
     Cosine,
@@ -19,6 +19,7 @@ from uhop_jax.similarity import (
     NegativeL2,
     NegativeSquaredL2,
     Similarity,
+    check_patterns,
 )
 from uhop_jax.trials import corrupted_copies
 
@@ -32,6 +33,23 @@ PLAIN: dict[str, Similarity] = {  # without a kernel
     "l1": NegativeL1(),
 }
 CENTERED = 2000  # least number of copies from which the mean of queries is estimated
+
+
+def check_candidates(
+    candidates: Any, memories: Array, reserved: Sequence[str] = ()
+) -> None:
+    """Refuses anything but similarities of these memories, by names not reserved."""
+    if not isinstance(candidates, Mapping):
+        raise ValueError(
+            f"candidates must be a mapping of names to similarities, got {candidates!r}"
+        )
+    if not candidates:
+        raise ValueError("candidates must name at least one similarity, got none")
+    for name, similarity in candidates.items():
+        if name in reserved:
+            raise ValueError(f"candidates must not be named {name!r}, got it")
+        check_patterns(memories, memories, similarity)
+        check_numbers(similarity.kernel)
 
 
 def default_candidates(

@@ -205,26 +205,24 @@ def _rows(names: Sequence[Any], queries: data.Patterns, answers: Answers) -> lis
     """One record for each query, as `answers.csv` has it."""
     rows = []
     for i, name in enumerate(queries.names):
+
+        def number(x: Any, i: int = i) -> str:
+            return "" if x is None else f"{float(x[i]):.4g}"
+
         index = int(answers.nearest[i])
-        mixed = ""
-        if answers.effective is not None:
-            mixed = f"{float(answers.effective[i]):.4g}"
         converged: Any = "one step"
         if answers.converged is not None:
             converged = "yes" if answers.converged[i] else "no"
-        foreign = ""
-        if answers.foreign is not None:
-            foreign = f"{float(answers.foreign[i]):.4g}"
         rows.append(
             {
                 "query": name,
                 "memory": names[index],
                 "index": index,
-                "weight": f"{float(answers.largest[i]):.4g}",
-                "margin": f"{float(answers.margin[i]):.4g}",
-                "memories_mixed": mixed,
-                "expected_error": f"{float(answers.expected_error[i]):.4g}",
-                "foreign": foreign,
+                "weight": number(answers.largest),
+                "margin": number(answers.margin),
+                "memories_mixed": number(answers.effective),
+                "expected_error": number(answers.expected_error),
+                "foreign": number(answers.foreign),
                 "converged": converged,
             }
         )
