@@ -254,11 +254,8 @@ BAG_SETS = {
 }
 
 ONE = "--config.model.beta='(0.0,)' --config.model.dropout='(0.0,)'"
-FIFTEEN = "({})".format(",".join(map(str, range(15))))
 NETWORKS = {
-    "networks_recall": Kept(
-        f"train.py --config=configs/recall.py --config.seeds='{FIFTEEN}'", 75
-    ),
+    "networks_recall": Kept("train.py --config=configs/recall.py", 25),
     "networks_musk1": Kept(f"{BAGS}:musk1 {ONE} {_arms(*IN_NETWORKS)}", 10),
     "networks_musk2": Kept(f"{BAGS}:musk2 {ONE} {_arms(*IN_NETWORKS)}", 100),
     "networks_elephant": Kept(f"{BAGS}:elephant {ONE} {_arms(*IN_NETWORKS)}", 15),
