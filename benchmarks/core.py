@@ -30,14 +30,19 @@ def separations(
     members = {
         "softmax": uhop.Softmax(),
         "sparsemax": uhop.Sparsemax(),
-        "entmax 1.5": uhop.Entmax(1.5),
+        "entmax 1.5": uhop.Entmax15(),
         "entmax 1.25": uhop.Entmax(1.25),
         "softmax1": uhop.Softmax1(),
         "polynomial 10": uhop.Polynomial(10),
         "top-32": uhop.TopK(32),
     }
     forward = jax.jit(lambda s, z: s(z))
-    both = jax.jit(lambda s, z, g: (s(z), jax.vjp(s, z)[1](g)[0]))
+
+    @jax.jit
+    def both(s, z, g):
+        p, pull_back = jax.vjp(s, z)
+        return p, pull_back(g)[0]
+
     rows = compare(
         f"separations, forward, {shape} float32",
         "softmax",
