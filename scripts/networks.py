@@ -125,13 +125,13 @@ def verdict() -> str:
             f"{', '.join(missing)}. The plain layer is the choice until they are."
         )
     some = [f"{arm} on {', '.join(x)}" for arm, x in number.items() if x]
-    alone = f" One task alone gains: {'; '.join(some)}." if some else ""
+    alone = f" One task alone: {'; '.join(some)}." if some else ""
     allowed = sum(_possible(every, arm) >= 2 for arm in LEARNED)
-    wide = f" The intervals of {allowed} of {len(LEARNED)} arms would allow it."
+    wide = f" The intervals of {allowed} of {len(LEARNED)} arms allow it."
     return (
         "Stage I is for retrieval, not for layers: no kernel learned for separation or "
-        f"alignment gains one point on two of the {len(every)} tasks."
-        f"{alone}{wide * (allowed > 0)}"
+        "alignment gains one point, with an interval above zero, on two of the "
+        f"{len(every)} tasks.{alone}{wide * (allowed > 0)}"
     )
 
 
