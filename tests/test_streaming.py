@@ -414,7 +414,8 @@ WRONG = [
         dict(observed=np.ones(D, bool), similarity=Dot(KERNEL)),
         "observed is streamed without a kernel .* got LinearKernel",
     ),
-    (dict(mask=jnp.ones(3, bool)), rf"mask must be boolean of shape \({COUNT},\)"),
+    (dict(mask=jnp.ones(3, bool)), rf"mask must have shape \({COUNT},\), got \(3,\)"),
+    (dict(mask="yes"), "mask must be boolean, got 'yes'"),
 ]
 
 
