@@ -236,7 +236,7 @@ LEARNING = {
             + _arms("GSH", "GSH + U-Hop"),
             minutes,
         )
-        for horizon, minutes in ((96, 40), (192, 50), (336, 70), (720, 90))
+        for horizon, minutes in ((96, 40), (192, 60), (336, 140), (720, 200))
     },
 }
 
