@@ -63,7 +63,23 @@ def fast(rounds: int) -> list[dict[str, Any]]:
     together = slope(lambda function, x: jax.vmap(function)(x))
     in_turn = slope(lambda function, x: _fast.mapped(function, x, few))
     calls = {"together": lambda: together(heads), "in turn": lambda: in_turn(heads)}
-    return rows + compare("attention of (32, 512, 32)", "together", calls, rounds)
+    rows += compare("attention of (32, 512, 32)", "together", calls, rounds)
+    weights = jax.nn.softmax(z[:, :8192].reshape(-1, 512, 512)[:4])
+    slopes, values = heads[:4], heads[4:8]
+
+    def of_values(kept: Any) -> Any:
+        """The derivative of averages in the values, `(4, 512, 32)`."""
+
+        def average(values: Any) -> Any:
+            out = jnp.einsum("hvs,hls->hvl", kept(values.mT), weights)
+            return kept(out).mT
+
+        return jax.jit(lambda slopes: jax.vjp(average, values)[1](slopes)[0])
+
+    free, fixed = of_values(lambda x: x), of_values(_fast.row_major)
+    calls = {"XLA's order": lambda: free(slopes), "kept": lambda: fixed(slopes)}
+    title = "derivative in values of (4, 512, 512) weights"
+    return rows + compare(title, "XLA's order", calls, rounds)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from uhop_jax._checks import working_dtype
-from uhop_jax._fast import entries_at_once, mapped
+from uhop_jax._checks import wider_dtype, working_dtype
+from uhop_jax._fast import entries_at_once, mapped, row_major
+from uhop_jax._products import product
 from uhop_jax.model import Model
 from uhop_jax.retrieval import converge, energy, retrieve
 from uhop_jax.separation import Separation
@@ -132,23 +133,43 @@ def _output_in_turn(
     query, keys, values, beta, where = arrays
     *batch, L, heads, _ = query.shape
 
-    def rows(x: Array) -> Array:  # (batch and heads, n, size)
-        x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
-        return jnp.swapaxes(x, -2, -3).reshape(-1, x.shape[-3], x.shape[-1])
+    def columns(x: Array) -> Array:  # (batch and heads, size, n)
+        x = jnp.moveaxis(jnp.broadcast_to(x, (*batch, *x.shape[-3:])), -3, -1)
+        return x.reshape(-1, *x.shape[-2:])
 
     if where is not None:
         S = where.shape[-1]
         where = jnp.broadcast_to(where, (*batch, heads, L, S)).reshape(-1, L, S)
     beta = jnp.broadcast_to(beta, (*batch, heads)).reshape(-1)
+    parts = *map(columns, (query, keys, values)), beta, where
+    one = functools.partial(_output_of_head, separation)
+    output = mapped(one, parts, few).reshape(*batch, heads, -1, L)
+    return jnp.moveaxis(output, -1, -3)
 
-    def one(parts: Any) -> Array:
-        query, keys, values, beta, where = parts
-        model = Model(separation=separation, beta=beta)
-        return retrieve(model, keys, query, values=values, mask=where).state
 
-    parts = *map(rows, (query, keys, values)), beta, where
-    output = mapped(one, parts, few).reshape(*batch, heads, L, -1)
-    return jnp.swapaxes(output, -2, -3)
+def _output_of_head(
+    separation: Separation,
+    parts: tuple[Array, Array, Array, Array, Array | None],
+) -> Array:
+    """The output `(v, L)` of queries `(d, L)`, keys `(d, S)` and values `(v, S)`."""
+    query, keys, values, beta, where = parts
+    dtype = wider_dtype(query, keys, values)
+    query, keys, values = (x.astype(dtype) for x in (query, keys, values))
+    if where is not None:  # a weight of zero times NaN is not zero
+        finite = jnp.isfinite(keys).all(0) & jnp.isfinite(values).all(0)
+        finite = finite[None]
+        keys, values = (jnp.where(finite, x, 0.0) for x in (keys, values))
+    overlaps = product("dl,ds->ls", row_major(query), row_major(keys))
+    beta = beta.astype(overlaps.dtype)
+    beta = jnp.where((beta > 0) & (beta < jnp.inf), beta, jnp.nan)
+    shares, total = separation.shares(overlaps, beta, where=where)
+    output = product("vs,ls->vl", row_major(values), shares.astype(dtype))
+    output = row_major(output)
+    if total is not None:
+        output = output / total.T
+    if where is not None:
+        output = jnp.where((where & ~finite).any(-1)[None], jnp.nan, output)
+    return output.astype(dtype)
 
 
 def _head_axis(x: Array) -> int | None:

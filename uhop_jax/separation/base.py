@@ -122,6 +122,32 @@ class Separation(Pytree, abc.ABC):
         *prepared, dtype = self._prepare_both(overlaps, beta, where)
         return _jitted("_tempered", self, *prepared).astype(dtype)
 
+    def shares(
+        self,
+        overlaps: Float[Array, "*batch M"],
+        beta: ArrayLike,
+        *,
+        where: Bool[Array, "*#batch M"] | None = None,
+    ) -> tuple[Float[Array, "*batch M"], Float[Array, "*batch 1"] | None]:
+        """`tempered` before its last division.
+
+        An average divides faster after its product than all weights before it.
+
+        Args:
+          overlaps: as in `tempered`.
+          beta: as in `tempered`.
+          where: as in `tempered`.
+
+        Returns:
+          Shares between 0 and 1, in at least float32, and what divides them; None
+          stands for weights that need no division.
+
+        Raises:
+          ValueError: as `tempered`.
+        """
+        *prepared, _ = self._prepare_both(overlaps, beta, where)
+        return _jitted("_shares", self, *prepared)
+
     def tempered_conjugate(
         self,
         overlaps: Float[Array, "*batch M"],
@@ -181,10 +207,17 @@ class Separation(Pytree, abc.ABC):
         """
         raise NotImplementedError
 
+    def _shares(
+        self, overlaps: Array, beta: Array, where: Any
+    ) -> tuple[Array, Array | None]:
+        """`shares` for prepared arguments."""
+        top = self._reference(overlaps, where)
+        return self._weights(scaled_about(overlaps, top, beta, where)), None
+
     def _tempered(self, overlaps: Array, beta: Array, where: Any) -> Array:
         """`tempered` for prepared arguments."""
-        top = self._reference(overlaps, where)
-        return self._weights(scaled_about(overlaps, top, beta, where))
+        shares, total = self._shares(overlaps, beta, where)
+        return shares if total is None else shares / total
 
     def _tempered_conjugate(self, overlaps: Array, beta: Array, where: Any) -> Array:
         """`tempered_conjugate` for prepared arguments."""
@@ -229,7 +262,7 @@ class Separation(Pytree, abc.ABC):
 # What a subclass with weights of its own does not inherit.
 _OF_WEIGHTS = (
     *("form", "margin", "shift_invariant"),
-    *("_conjugate", "_tempered", "_tempered_conjugate", "_reference"),
+    *("_conjugate", "_shares", "_tempered_conjugate", "_reference"),
 )
 
 
@@ -255,5 +288,5 @@ def scaled_about(overlaps: Array, top: Array, beta: Array, where: Any) -> Array:
 
 # Without `jax.jit` every call would compile the loops again.
 @functools.partial(jax.jit, static_argnums=0)
-def _jitted(method: str, separation: Separation, *prepared: Any) -> Array:
+def _jitted(method: str, separation: Separation, *prepared: Any) -> Any:
     return getattr(separation, method)(*prepared)

@@ -7,30 +7,30 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from uhop_jax._fast import remembered
 from uhop_jax.separation.base import Separation, largest_valid, scaled_about
 from uhop_jax.separation.forms import Exponential
 
 
 @jax.custom_jvp
-def _exp_about(z: Array, top: Array) -> Array:
-    """`exp(z - top)` for a constant `top`; exactly one where `z == top`.
+def _exp(difference: Array, largest: Array) -> Array:
+    """`exp` of differences from the maximum; exactly one where `largest`.
 
-    XLA may fuse the product that made `z` into the difference, without rounding the
-    product. `z - top` at the maximum is then the rounding error of the product instead
-    of zero. For products beyond 1e9 its exponential overflows.
+    XLA may fuse a product into its difference from the maximum, without rounding the
+    product. At the maximum the difference is then the rounding error of the product
+    instead of zero. For products beyond 1e9 its exponential overflows.
 
     JAX differentiates the body, not the rule, in a second derivative through `lax.scan`
-    (0.10): the zero must have the derivative of `z`.
+    (0.10): the zero must have the derivative of the difference.
     """
-    difference = z - top
     zero = difference - lax.stop_gradient(difference)
-    zero = jnp.where(jnp.isinf(top), 0.0, zero)
-    return jnp.exp(jnp.where(z == top, zero, difference))
+    zero = jnp.where(jnp.isfinite(difference), zero, 0.0)
+    return jnp.exp(jnp.where(largest, zero, difference))
 
 
-@_exp_about.defjvp
-def _exp_about_jvp(primals, tangents):
-    e = _exp_about(*primals)
+@_exp.defjvp
+def _exp_jvp(primals, tangents):
+    e = _exp(*primals)
     return e, e * tangents[0]
 
 
@@ -41,12 +41,17 @@ def _exponentials(z: Array, null: Array | None) -> tuple[Array, Array, Array]:
     """
     top = jnp.max(z, axis=-1, keepdims=True, initial=-jnp.inf)
     top = top if null is None else jnp.maximum(top, null)
-    top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
-    e = _exp_about(z, top)
+    top = remembered(lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top)))
+    e = _exp(z - top, z == top)
+    return top, e, _total(e, None if null is None else _exp(null - top, null == top))
+
+
+def _total(e: Array, null: Array | None = None) -> Array:
+    """What divides the exponentials of each row, `(..., 1)`."""
     total = e.sum(-1, keepdims=True)
     if null is not None:
-        total = total + _exp_about(null, top)
-    return top, e, jnp.where(total == 0, 1.0, total)
+        total = total + null
+    return remembered(jnp.where(total == 0, 1.0, total))
 
 
 def softmax(z: Array, null: Array | None) -> Array:
@@ -80,6 +85,12 @@ class Softmax(Separation):
     def _conjugate(self, z):
         return log_sum_exp(z, None)
 
+    def _shares(self, overlaps, beta, where):
+        top = remembered(largest_valid(overlaps, where))
+        z = scaled_about(overlaps, top, beta, where)
+        e = _exp(z, (overlaps == top[..., None]) & (z > -jnp.inf))
+        return e, _total(e)
+
 
 class Softmax1(Separation):
     r"""Softmax with a null memory: one more entry with overlap zero and value zero.
@@ -101,9 +112,9 @@ class Softmax1(Separation):
     def _conjugate(self, z):
         return log_sum_exp(z, _null(z))
 
-    def _tempered(self, overlaps, beta, where):
+    def _shares(self, overlaps, beta, where):
         z, null, _ = self._with_null(overlaps, beta, where)
-        return softmax(z, null)
+        return _exponentials(z, null)[1:]
 
     def _tempered_conjugate(self, overlaps, beta, where):
         z, null, top = self._with_null(overlaps, beta, where)

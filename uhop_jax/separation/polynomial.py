@@ -37,12 +37,12 @@ class Polynomial(Separation):
         total = powers.sum(-1, keepdims=True)
         return powers / jnp.where(total == 0, 1.0, total)
 
-    def _tempered(self, overlaps, beta, where):
+    def _shares(self, overlaps, beta, where):
         # The scale of the overlaps has no effect, but NaN is no scale.
         overlaps = jnp.where(jnp.isnan(beta)[..., None], jnp.nan, overlaps)
         if where is not None:
             overlaps = jnp.where(where, overlaps, -jnp.inf)
-        return self._weights(overlaps)
+        return self._weights(overlaps), None
 
 
 def _largest_positive(z: Array) -> Array:
