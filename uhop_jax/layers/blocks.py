@@ -157,11 +157,8 @@ def _recalled(
     block: int,
 ) -> Array:
     """The result `(B, Q, v)` for states `(B, Q, d)`, those of each head together."""
-    keys, _ = jax.eval_shape(
-        lambda rows: rows.tile(jnp.zeros((), jnp.int32), 1, None, None).keys(None),
-        stored,
-    )
-    plan = Plan(steps, 0, max(min(block, stored.length), 1), 0, None, keys.dtype)
+    of_keys = stored.shapes()[0].dtype
+    plan = Plan(steps, 0, max(min(block, stored.length), 1), 0, None, of_keys)
     model, y, stored, bags = varying_alike((model, y, stored, bags))
     dtype = y.dtype
     y = y.astype(working_dtype(y))

@@ -133,11 +133,16 @@ class Rows:
 
     def sizes(self) -> tuple[int, int]:
         """Dimensions of keys and values."""
+        keys, values = self.shapes()
+        return keys.shape[-1], values.shape[-1]
+
+    def shapes(self) -> Any:
+        """Shapes and dtypes of the key and the value of one memory."""
 
         def one(rows: Rows) -> Any:
             return rows.tile(jnp.zeros((), jnp.int32), 1, None, None).keys(None)
 
-        return tuple(x.shape[-1] for x in jax.eval_shape(one, self))
+        return jax.eval_shape(one, self)
 
     def tile(self, start: Array, size: int, inside: Array | None, dtype: Any) -> Tile:
         """`size` memories from `start` on, of which those `inside` are valid."""

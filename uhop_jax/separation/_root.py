@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from uhop_jax._fast import log_exp
 
-MAX_STEPS = 128
+_MAX_STEPS = 128
 
 
 class Power(enum.IntEnum):
@@ -127,17 +127,23 @@ def find_root(
         s, active, _ = carry
         return _advance(carry, sums(s, active), e_rows, upper, limit, ahead)
 
+    active = jnp.full_like(start, True, bool) & active & (e_rows <= 1)
+    return newton(body, start, active, repeat)
+
+
+def newton(body, start: Array, active: Array, repeat) -> Array:
+    """What `start (..., 1)` becomes by the steps `body` until no row is active.
+
+    `body` maps the rows, whether each is active, and the number of steps so far.
+    """
+
     def unfinished(carry):
         _, active, step = carry
-        return jnp.any(active) & (step < MAX_STEPS)
+        return jnp.any(active) & (step < _MAX_STEPS)
 
-    active = jnp.full_like(start, True, bool) & active & (e_rows <= 1)
-    return repeat(unfinished, body, (start, active, no_steps(start)))[0]
-
-
-def no_steps(start: Array) -> Array:
-    """A counter at zero that varies over the mesh axes over which `start` varies."""
-    return jnp.full_like(start, 0, jnp.int32, shape=())
+    # The counter varies over the mesh axes over which `start` varies.
+    no_steps = jnp.full_like(start, 0, jnp.int32, shape=())
+    return repeat(unfinished, body, (start, active, no_steps))[0]
 
 
 @jax.jit  # for callers that loop in Python

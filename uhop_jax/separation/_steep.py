@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from uhop_jax._fast import from_ordered, ordered_bits
-from uhop_jax.separation._root import MAX_STEPS, no_steps, tolerance
+from uhop_jax.separation._root import newton, tolerance
 
 
 def steep_support(
@@ -108,12 +108,7 @@ def smallest_weight(sums, count: Array, length: int | Array, e: Array, repeat) -
         w, active, _ = carry
         return _descend(carry, sums(w, active), limit)
 
-    def unfinished(carry):
-        _, active, step = carry
-        return jnp.any(active) & (step < MAX_STEPS)
-
-    active = (e > 1) & (count > 0)
-    return repeat(unfinished, body, (start, active, no_steps(start)))[0]
+    return newton(body, start, (e > 1) & (count > 0), repeat)
 
 
 @jax.jit
