@@ -61,3 +61,12 @@ def test_logarithm_of_entmax(e):
     for function in (_fast.log_exp, _fast.plain_log_exp):
         result = function(x, jnp.asarray(e, jnp.float32))
         np.testing.assert_allclose(result, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number, size", [(32, 2**20), (30, 2**19), (7, 2**24)])
+def test_entries_at_once_divide_the_number(monkeypatch, number, size):
+    monkeypatch.setattr(_fast.os, "cpu_count", lambda: 2)
+    few = _fast.entries_at_once(number, size)
+    assert 1 <= few < number and number % few == 0
+    assert few == 1 or few * size <= 2 * _fast.CACHE
+    assert _fast.entries_at_once(number, 1) == number

@@ -15,7 +15,7 @@ from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, UInt
 
-CACHE = 2**21  # bytes of scores for each core that are fast to reach
+CACHE = 5 * 2**18  # bytes of scores for each core that are fast to reach
 _SQRT_HALF = 0x3F3504F3  # the bits of sqrt(1/2) in float32
 REMEMBERED = "remembered"
 # A polynomial for `log1p(f) / f`, highest power first, for `1 + f` in
@@ -206,7 +206,7 @@ def entries_at_once(number: int, bytes_each: int) -> int:
     symbolic = not isinstance(number * bytes_each, int)
     if symbolic or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return number
-    if number * bytes_each <= 4 * room:
+    if number * bytes_each <= 3 * room:
         return number
     most = max(room // bytes_each, 1)
     return max(n for n in range(1, most + 1) if number % n == 0)
