@@ -81,15 +81,17 @@ def _weights_from(
     alone: within a loop JAX takes second derivatives of the body.
     """
     e = alpha - 1
-    mode = _mode(e, power)
-    top, s = threshold or _threshold(z, e, mode)
+    if power is None:
+        whole = functools.partial(_weights_from, z, alpha, None, moving=moving)
+        return switch(run_time_power(e), whole)
+    top, s = threshold or _threshold(z, e, power)
     u = _below(z, top)
-    if moving and threshold and power is not None:
+    if moving and threshold:
         largest = jnp.where((z == top) & jnp.isfinite(top), z, 0.0)
         u += _change(largest)
         s += _shift(u, s, e, power)
-    p = switch(mode, lambda power: exp_and_slope(u, s, e, power)[0])
-    if power is None or power is Power.GENERAL:
+    p = exp_and_slope(u, s, e, power)[0]
+    if power is Power.GENERAL:
         steep = e > 1
         p = lax.cond(
             jnp.any(steep), lambda: jnp.where(steep, steep_weights(z, e), p), lambda: p
