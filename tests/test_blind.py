@@ -17,11 +17,13 @@ from uhop_jax._expectation import (
     leading_by_likelihood,
     leading_by_similarity,
     predictive,
+    shares,
 )
 from uhop_jax.blind import LEARNED, MOVED
 from uhop_jax.corruption import Corruption
 from uhop_jax.experiments.kinds import (
     Blur,
+    FoldedNoise,
     Inverted,
     SaltAndPepper,
     Shift,
@@ -236,18 +238,18 @@ def test_the_predictive_likelihood_is_its_formula():
     memories, queries = rng.integers(0, K, (M, d)), rng.integers(0, K, (Q, d))
     order = rng.permutation(d)
     bins = jnp.asarray(memories), jnp.asarray(queries)
-    problem = fold(
-        *bins, jnp.asarray(order), folds=F, number=K, dtype=jnp.dtype("float64")
-    )
+    problem = fold(*bins, jnp.asarray(order), folds=F, number=K)
     counts = jnp.asarray(rng.integers(1, 9, (K, K)), jnp.float64)
     table = np.asarray(probabilities(counts))
     prior = rng.normal(size=M)
     betas = jnp.asarray([0.3, 1.0])
     leading = leading_by_likelihood(problem, counts, jnp.asarray(prior), betas, rank=K)
-    actual = predictive(problem, leading, betas, jnp.asarray(table)[None])
-    _, uses = counted(problem, leading, betas[1], leading.total[..., 1])
+    common = shares(problem.queries, K, jnp.dtype("float64"))
+    actual = predictive(problem, leading, betas, common, jnp.asarray(table)[None])
+    _, uses = counted(problem, leading, betas[1], leading.total[..., 1], common)
     log_table = np.log(table)
-    marginal = np.asarray(problem.marginal)
+    marginal = np.bincount(queries.ravel(), minlength=K) + 0.5
+    marginal /= marginal.sum()
     expected, used = np.zeros((Q, 2)), np.zeros(M)
     fold_of = np.empty(d, int)
     fold_of[order] = np.arange(d) * F // d
@@ -268,6 +270,47 @@ def test_the_predictive_likelihood_is_its_formula():
                     expected[q, b] += np.log(chance / marginal[c])
     assert_close(actual, expected)
     assert_close(uses, used)
+
+
+def test_shares_of_a_part_are_of_the_other_parts():
+    """Shares that have seen a query would be ahead of a table that has not."""
+    rng = np.random.default_rng(0)
+    K, d, parts = 5, 6, 3
+    queries = rng.integers(0, K + 1, (7, d))  # K counts for nothing
+    problem = fold(
+        *map(jnp.asarray, (queries, queries, np.arange(d))), folds=2, number=K
+    )
+    actual = shares(problem.queries, K, jnp.dtype("float64"), parts=parts)
+    for part in range(parts):
+        others = queries[np.arange(7) % parts != part]
+        counts = np.bincount(others.ravel(), minlength=K + 1)[:K] + 0.5
+        assert_close(actual[part], np.append(counts / counts.sum(), 1.0))
+
+
+def test_few_queries_under_much_noise_are_not_given_up():
+    """Twenty queries: a posterior that knows something is told from one that does not.
+
+    At the last level nothing is known, and a sharp posterior would be far worse than
+    the mean of the memories.
+    """
+    patterns = jnp.asarray(data.load("digits", limit=240).values, jnp.float32)
+    target = np.arange(20) * 3
+    shares_left = []
+    for level in (0.5, 2.0):
+        ratios = []
+        for seed, memories in enumerate(patterns.reshape(4, 60, -1)):
+            key = jax.random.fold_in(jax.random.key(0), seed)
+            query = FoldedNoise(level)(key, memories[target])
+            model = uhop.calibrate_blind(memories, query).model
+            mean = (
+                ((memories.mean(0, keepdims=True) - memories[target]) ** 2)
+                .sum(-1)
+                .mean()
+            )
+            ratios.append(error(model, memories, query, target) / float(mean))
+        shares_left.append(np.mean(ratios))
+    assert shares_left[0] < 0.45, shares_left
+    assert shares_left[1] < 1.2, shares_left
 
 
 def test_posteriors_without_strips_are_those_of_the_other_components():

@@ -16,6 +16,7 @@ from uhop_jax._expectation import (
     leading_by_similarity,
     maximised,
     predictive,
+    shares,
 )
 from uhop_jax.kernels import LikelihoodKernel, bins
 from uhop_jax.likelihood import BINS, edges_of, factors, probabilities
@@ -58,7 +59,7 @@ class Problem(NamedTuple):
         query_bins = bins(queries, edges)
         if observed is not None:
             query_bins = jnp.where(observed, query_bins, BINS)
-        folded = _folded(bins(memories, edges), query_bins, memories.dtype)
+        folded = _folded(bins(memories, edges), query_bins)
         parts = parts_of(len(queries))
         return cls(memories, queries, observed, edges, query_bins, *folded, parts)
 
@@ -74,8 +75,8 @@ class Trial(NamedTuple):
 
     @property
     def each(self) -> np.ndarray:
-        """The score of each query at the best beta."""
-        return self.scores[:, int(self.scores.mean(0).argmax())]
+        """The score of each query at the chosen beta."""
+        return self.scores[:, chosen_beta(self.scores)]
 
     @property
     def best(self) -> float:
@@ -83,12 +84,28 @@ class Trial(NamedTuple):
         return float(self.each.mean())
 
 
+def chosen_beta(scores: np.ndarray) -> int:
+    """The first beta whose score is within a standard error of the best score.
+
+    A sharp posterior costs nothing under a table that hardly depends on the memory:
+    where the scores do not tell betas apart, the posterior stays flat.
+    """
+    means = scores.mean(0)
+    best = int(means.argmax())
+    if means[best] == -np.inf:
+        return best
+    with np.errstate(invalid="ignore"):
+        behind = scores[:, [best]] - scores
+        error = behind.std(0) / len(scores) ** 0.5
+        near = behind.mean(0) <= error
+    return int(near.argmax())
+
+
 def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -> Trial:
     """The trial of a similarity, its model at the beta of the best score."""
     means = np.asarray(scores, np.float64)
     means = np.where(np.isnan(means), -np.inf, means)
-    best = int(means.mean(0).argmax())
-    model = Model(similarity, Softmax(), beta=betas[best])
+    model = Model(similarity, Softmax(), beta=betas[chosen_beta(means)])
     return Trial(model, means, np.asarray(betas), counts)
 
 
@@ -101,7 +118,9 @@ def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
     leading = leading_by_similarity(
         similarity, memories, queries, observed, betas, strips=strips
     )
-    scores, counts = judged(problem.strips, leading, betas, parts=problem.parts)
+    queries = problem.strips.queries
+    common = shares(queries, BINS, betas.dtype, parts=problem.parts)
+    scores, counts = judged(problem.strips, leading, betas, common)
     return _trial(similarity, scores, betas, counts)
 
 
@@ -127,7 +146,7 @@ def moved_trial(
     """The trial of a likelihood over transformed memories, from some queries."""
     templates = _templates(problem.memories, problem.edges, transformations)
     rows = even_sample(len(problem.queries), int(WORK / templates.size), problem.parts)
-    folded = _folded(templates, problem.query_bins[rows], problem.memories.dtype)
+    folded = _folded(templates, problem.query_bins[rows])
     scores, betas, counts, log_weights = _maximised(
         *folded, problem.parts, start, FEWER, transformations.number
     )
@@ -164,6 +183,7 @@ def _maximised(
     options = {"rank": RANK, "iterations": iterations, "groups": groups}
     size = interleaved.templates.shape[0] // groups
     part = np.arange(len(strips.queries)) % parts
+    common = shares(strips.queries, BINS, start.dtype, parts=parts)
     scores = np.zeros((len(part), len(BETAS)), start.dtype)
     for number in range(parts):
         inside = part == number
@@ -172,8 +192,8 @@ def _maximised(
         held_out = strips._replace(queries=strips.queries[inside])
         prior = jnp.repeat(log_weights, size)
         leading = leading_by_likelihood(held_out, counts, prior, betas, rank=RANK)
-        table = probabilities(counts)[None]
-        scores[inside] = predictive(held_out, leading, betas, table)
+        about = common[number][None], probabilities(counts)[None]
+        scores[inside] = predictive(held_out, leading, betas, *about)
     return jnp.asarray(scores), betas, *maximised(interleaved, start, **options)
 
 
@@ -184,13 +204,13 @@ def _kernel(problem: Problem, counts: Array) -> LikelihoodKernel:
     return LikelihoodKernel(memory_table, query_table, problem.edges, d).cut(RANK)
 
 
-def _folded(templates: Array, queries: Array, dtype: Any) -> tuple[Folded, Folded]:
+def _folded(templates: Array, queries: Array) -> tuple[Folded, Folded]:
     """Components dealt at random, the same way in every call, and in strips."""
     d = queries.shape[-1]
     orders = np.random.default_rng(0).permutation(d), np.arange(d)
     folds = min(INTERLEAVED, d), min(STRIPS, d)
     interleaved, strips = (
-        fold(templates, queries, jnp.asarray(order), folds=F, number=BINS, dtype=dtype)
+        fold(templates, queries, jnp.asarray(order), folds=F, number=BINS)
         for order, F in zip(orders, folds, strict=True)
     )
     return interleaved, strips

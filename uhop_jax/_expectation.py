@@ -39,13 +39,10 @@ class Folded(NamedTuple):
     Attributes:
       templates: `(N, F, e)`, bins of the memories.
       queries: `(Q, F, e)`.
-      marginal: `(K + 1,)`, the share of each bin among the components of all queries; 1
-        for the bin `K`.
     """
 
     templates: Integer[Array, "N F e"]
     queries: Integer[Array, "Q F e"]
-    marginal: Float[Array, " K1"]
 
 
 class Leading(NamedTuple):
@@ -62,19 +59,18 @@ class Leading(NamedTuple):
     total: Float[Array, "F Q B"]
 
 
-@functools.partial(jax.jit, static_argnames=("folds", "number", "dtype"))
+@functools.partial(jax.jit, static_argnames=("folds", "number"))
 def fold(
     templates: Integer[Array, "N d"],
     queries: Integer[Array, "Q d"],
     order: Integer[Array, " d"],
     folds: int,
     number: int,
-    dtype: Any,
 ) -> Folded:
     """Deals the components, in this order, into folds of one size.
 
     Neighbours in the order share a fold. There are `number` bins; unobserved components
-    of queries have the bin `number`. `dtype` is the dtype of `marginal`.
+    of queries have the bin `number`.
     """
     padding = -order.size % folds
 
@@ -82,11 +78,30 @@ def fold(
         x = jnp.pad(x[:, order], ((0, 0), (0, padding)), constant_values=number)
         return x.reshape(x.shape[0], folds, -1)
 
-    counts = jnp.bincount(queries.ravel(), length=number + 1)[:number]
-    counts = counts.astype(dtype) + 0.5
-    marginal = jnp.append(counts / counts.sum(), jnp.ones((), dtype))
     small = jnp.uint8 if number < 256 else jnp.int32
-    return Folded(dealt(templates.astype(small)), dealt(queries), marginal)
+    return Folded(dealt(templates.astype(small)), dealt(queries))
+
+
+@functools.partial(jax.jit, static_argnames=("number", "parts", "dtype"))
+def shares(
+    queries: Integer[Array, "Q F e"], number: int, dtype: Any, *, parts: int = 1
+) -> Float[Array, "P K1"]:
+    """The share of each bin among the components of the other parts of the queries.
+
+    Of one part, the shares are of all queries. The bin `number` has the share 1.
+    """
+
+    def count(part: Array) -> Array:
+        inside = (_part(len(queries), parts) == part).astype(dtype)
+        weights = jnp.broadcast_to(inside[:, None, None], queries.shape)
+        return jnp.bincount(queries.ravel(), weights.ravel(), length=number + 1)
+
+    counts = lax.map(count, jnp.arange(parts, dtype=jnp.int32))[:, :number]
+    if parts > 1:
+        counts = counts.sum(0, keepdims=True) - counts
+    counts += 0.5
+    counts /= counts.sum(1, keepdims=True)
+    return jnp.pad(counts, ((0, 0), (0, 1)), constant_values=1.0)
 
 
 @functools.partial(jax.jit, static_argnames="rank")
@@ -199,29 +214,29 @@ def counted(
     leading: Leading,
     beta: Array,
     total: Array,
-    tables: Array | None = None,
-    *,
-    parts: int = 1,
+    common: Float[Array, "P K1"],
+    tables: Float[Array, "P K K"] | None = None,
 ) -> tuple[Float[Array, "P K K"], Float[Array, " N"]]:
     """Expected counts of pairs of bins by part of the queries, and of templates.
 
     The posteriors are without the fold of a component, and `total (F, Q)` is theirs at
-    this beta. The tables `(P, K, K)` have, for each part of the queries, the
-    probabilities with which a component takes part in its own posterior; None leaves it
-    out. Query `q` is in part `q % P`.
+    this beta. The tables have, for each part of the queries, the probabilities with
+    which a component takes part in its own posterior; None leaves it out. Memories that
+    are not among the leading ones give the `shares` of bins. Query `q` is in part
+    `q % P`.
     """
-    K = data.marginal.size - 1
+    parts, K = common.shape[0], common.shape[1] - 1
     padded = None if tables is None else _padded(tables)
     Q = data.queries.shape[0]
 
     def add(carry, row):
         counts, uses = carry
         p, index, c, part = row
-        pairs = _pairs(data, index, c)
+        pairs = _pairs(data, index, c, K + 1)
         weights = jnp.broadcast_to(p[..., None], pairs.shape)
         if padded is not None:
             weights = weights * padded[part].ravel()[pairs]
-            rest = jnp.maximum(1 - p.sum(-1), 0.0)[:, None] * data.marginal[c]
+            rest = jnp.maximum(1 - p.sum(-1), 0.0)[:, None] * common[part][c]
             weights = weights / (weights.sum(1) + rest)[:, None]
         counts = counts.at[part, pairs.ravel()].add(weights.ravel())
         return (counts, uses.at[index.ravel()].add(p.ravel())), None
@@ -242,20 +257,22 @@ def predictive(
     data: Folded,
     leading: Leading,
     betas: Float[Array, " B"],
+    common: Float[Array, "P K1"],
     tables: Float[Array, "P K K"],
 ) -> Float[Array, "Q B"]:
     """The predictive likelihood of each query at each beta, in nats.
 
-    It is relative to the shares of bins among all queries. Memories that are not among
-    the leading ones predict these shares. Each part of the queries has its table.
+    It is relative to the `shares` of bins. Memories that are not among the leading ones
+    predict these shares. Each part of the queries has its shares and its table, both of
+    other queries: shares that had seen the query would be ahead of any table.
     """
     padded = _padded(tables)
     Q = data.queries.shape[0]
 
     def of_query(row):
         logits, total, index, c, part = row
-        pairs = _pairs(data, index, c)
-        chances = padded[part].ravel()[pairs] / data.marginal[c][:, None]
+        pairs = _pairs(data, index, c, padded.shape[-1])
+        chances = padded[part].ravel()[pairs] / common[part][c][:, None]
 
         def at(row):
             beta, total = row
@@ -273,13 +290,13 @@ def predictive(
     return lax.map(of_query, (*by_query, data.queries, _part(Q, len(tables))))
 
 
-@functools.partial(jax.jit, static_argnames=("parts", "rounds"))
+@functools.partial(jax.jit, static_argnames="rounds")
 def judged(
     data: Folded,
     leading: Leading,
     betas: Float[Array, " B"],
+    common: Float[Array, "P K1"],
     *,
-    parts: int,
     rounds: int = 3,
 ) -> tuple[Float[Array, "Q B"], Float[Array, "K K"]]:
     """The predictive likelihood of posteriors at each beta, under their best tables.
@@ -293,15 +310,15 @@ def judged(
 
     def improve(counts: Array, _: None) -> tuple[Array, None]:
         tables = others(counts)
-        best = jnp.argmax(predictive(data, leading, betas, tables).mean(0))
+        best = jnp.argmax(predictive(data, leading, betas, common, tables).mean(0))
         total = leading.total[..., best]
-        return counted(data, leading, betas[best], total, tables, parts=parts)[0], None
+        return counted(data, leading, betas[best], total, common, tables)[0], None
 
     middle = betas.size // 2
     total = leading.total[..., middle]
-    first, _ = counted(data, leading, betas[middle], total, parts=parts)
+    first, _ = counted(data, leading, betas[middle], total, common)
     last: Array = lax.scan(improve, first, None, length=rounds)[0]
-    return predictive(data, leading, betas, others(last)), last.sum(0)
+    return predictive(data, leading, betas, common, others(last)), last.sum(0)
 
 
 @functools.partial(jax.jit, static_argnames=("rank", "iterations", "groups"))
@@ -319,6 +336,7 @@ def maximised(
     iterations begin with the table of `counts`.
     """
     one = jnp.ones(1, counts.dtype)
+    common = shares(data.queries, len(counts), counts.dtype)
     size = data.templates.shape[0] // groups
 
     def step(carry):
@@ -328,7 +346,7 @@ def maximised(
         )
         total = leading.total[..., 0]
         table = probabilities(counts)[None]
-        by_part, uses = counted(data, leading, one[0], total, table)
+        by_part, uses = counted(data, leading, one[0], total, common, table)
         new = by_part[0]
         shares = uses.reshape(groups, size).sum(1) + 0.5
         change = jnp.abs(new / new.sum() - counts / counts.sum()).sum()
@@ -348,9 +366,11 @@ def _part(queries: int, parts: int) -> Array:
     return jnp.arange(queries, dtype=jnp.int32) % jnp.int32(parts)
 
 
-def _pairs(data: Folded, index: Array, c: Array) -> Array:
-    """Pairs of bins `(F, k, e)` of memories `index (F, k)` and of a query `(F, e)`."""
-    number = data.marginal.size
+def _pairs(data: Folded, index: Array, c: Array, number: int) -> Array:
+    """Pairs of bins `(F, k, e)` of memories `index (F, k)` and of a query `(F, e)`.
+
+    `number` is the number of bins, the bin of what counts for nothing included.
+    """
     folds = jnp.arange(index.shape[0])[:, None]
     a = data.templates[index, folds].astype(jnp.int32)
     return a * number + c[:, None].astype(jnp.int32)
