@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 class Trial(NamedTuple):
     """A candidate with its scores."""
 
-    model: Model  # at the best beta
+    model: Model  # at the chosen beta
     scores: np.ndarray  # `(Q, betas)`
     betas: np.ndarray
     counts: Array  # of the table that the candidate implies
@@ -80,7 +80,7 @@ class Trial(NamedTuple):
 
     @property
     def best(self) -> float:
-        """The mean score at the best beta."""
+        """The mean score at the chosen beta."""
         return float(self.each.mean())
 
 
