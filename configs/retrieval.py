@@ -19,7 +19,7 @@ For example, the paper's figure of capacity on CIFAR-10, with five memory sets:
 | `metastability` | how many memories does a state mix, by beta and alpha? | 1 minute |
 | `temperature` | error against beta, for every model and kernel | 2 minutes |
 | `grid` | the fair comparison: corruption by memory size | 10 minutes |
-| `blind` | what do queries without labels teach? 13 corruptions | 70 minutes |
+| `blind` | what do queries without labels teach? 13 corruptions | 60 minutes |
 | `query` | store your patterns, retrieve your queries | seconds |
 
 Every variant runs on any data set: `--config.data.name=mnist`, `cifar10`, `cifar100`,
