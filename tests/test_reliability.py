@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from uhop_jax import plotting
 from uhop_jax.experiments.reliability import BINS, Reliability, reliability_panels
@@ -25,6 +26,20 @@ def test_the_error_is_its_definition():
     np.testing.assert_allclose(again.totals, whole.totals, rtol=1e-5)
     curve = whole.curve
     assert len(curve.x) == BINS and max(curve.mean) <= 1
+
+
+@pytest.mark.parametrize(
+    "right, number", [(0, 1), (1, 1), (3, 4), (90, 100), (7, 7), (0, 3)]
+)
+def test_intervals_of_frequencies_are_frequencies(right, number):
+    outcomes = np.arange(number) < right
+    curve = Reliability.of(np.full(number, 0.95), outcomes).curve
+    (mean,), ((below, above),) = curve.mean, curve.spread
+    expected = binomtest(right, number).proportion_ci(method="wilson")
+    assert mean - below == pytest.approx(expected.low, abs=1e-4)
+    assert mean + above == pytest.approx(expected.high, abs=1e-4)
+    assert below >= 0 and above >= 0
+    assert -1e-12 <= mean - below and mean + above <= 1 + 1e-12
 
 
 def test_calibrated_confidence_has_no_error_and_full_confidence_has_a_bin():

@@ -83,14 +83,20 @@ def from_zero(
     getattr(axis, f"{which}axis").set_tick_params(which="minor", length=0)
 
 
+def halves(spread: ArrayLike) -> np.ndarray:
+    """Half-lengths `(2, n)` of bars below and above, from `(n,)` or pairs `(n, 2)`."""
+    spread = np.asarray(spread, float)
+    return spread.T if spread.ndim == 2 else np.stack([spread, spread])
+
+
 def bars(mean: ArrayLike, spread: ArrayLike, positive: bool) -> np.ndarray | None:
-    """Half-lengths of error bars below and above.
+    """The `halves` of error bars.
 
     On an axis of positive values, a bar that would reach zero has no lower half.
     """
     if not np.any(spread):
         return None
-    below = above = np.asarray(spread, float)
+    below, above = halves(spread)
     if positive:
         below = np.where(below < np.asarray(mean, float), below, 0.0)
     return np.stack([below, above])

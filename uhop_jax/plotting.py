@@ -16,6 +16,7 @@ from uhop_jax._axes import (
     Style,
     bars,
     from_zero,
+    halves,
     legend,
     new_figure,
     save,
@@ -47,12 +48,12 @@ class Curve(NamedTuple):
     Attributes:
       x: values on the horizontal axis.
       mean: values on the vertical axis.
-      spread: half-lengths of the error bars.
+      spread: half-lengths of the error bars, or pairs of the halves below and above.
     """
 
     x: Sequence[float]
     mean: Sequence[float]
-    spread: Sequence[float]
+    spread: Sequence[float] | Sequence[Sequence[float]]
 
 
 class Panel(NamedTuple):
@@ -195,8 +196,8 @@ def panels(
             sharing = parts if share else [part]
             curves = [s for p in sharing for s in p.series.values()]
             means = np.concatenate([np.asarray(s.mean, float) for s in curves])
-            spreads = np.concatenate([np.asarray(s.spread, float) for s in curves])
-            from_zero(axis, "y", means, means + spreads)
+            above = np.concatenate([halves(s.spread)[1] for s in curves])
+            from_zero(axis, "y", means, means + above)
         else:
             axis.set_yscale(part.yscale)
     for axis in axes[len(parts) :]:

@@ -13,6 +13,7 @@ from uhop_jax._checks import check_finite
 from uhop_jax.plotting import Curve, Panel, reliability_panel
 
 BINS = 10  # of equal width
+Z = 1.96  # standard errors of a 95 % interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +60,19 @@ class Reliability:
 
     @property
     def curve(self) -> Curve:
-        """Frequency against confidence, with 95 % intervals; none for empty bins."""
+        """Frequency against confidence, with 95 % intervals; none for empty bins.
+
+        The intervals are Wilson's (1927): they lie within `[0, 1]`, and are no points
+        where all answers are right.
+        """
         number, confidence, right = self.totals[self.totals[:, 0] > 0].T
-        x, mean = confidence / number, right / number
-        # Smoothed, so that an interval is no point where all answers are right.
-        share = (right + 1) / (number + 2)
-        spread = 1.96 * np.sqrt(share * (1 - share) / number)
-        return Curve(x.tolist(), mean.tolist(), spread.tolist())
+        mean = right / number
+        weight = Z**2 / number
+        center = (mean + weight / 2) / (1 + weight)
+        half = np.sqrt(weight * (mean * (1 - mean) + weight / 4)) / (1 + weight)
+        spread = np.stack([mean - (center - half), center + half - mean], -1)
+        spread = np.maximum(spread, 0.0)  # a half of zero, before rounding
+        return Curve((confidence / number).tolist(), mean.tolist(), spread.tolist())
 
     def __str__(self) -> str:
         """The totals, as tables keep them."""
