@@ -87,6 +87,8 @@ class Trial(NamedTuple):
 def chosen_beta(scores: np.ndarray) -> int:
     """The first beta whose score is within a standard error of the best score.
 
+    Scores are `(Q, betas)`, betas ascend; the rule is of Breiman et al. 1984.
+
     A sharp posterior costs nothing under a table that hardly depends on the memory:
     where the scores do not tell betas apart, the posterior stays flat.
     """
