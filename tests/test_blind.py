@@ -85,6 +85,25 @@ def test_learns_what_no_fixed_similarity_can(digits, corruption):
     assert abs(float(calibration.expected_error) - blind) < 0.1 + blind
 
 
+@pytest.mark.parametrize("known", [1.0, 0.7], ids="observed {}".format)
+def test_inverted_contrast_of_patterns_whose_negatives_look_like_patterns(known):
+    # Bright and dark patches are alike: the best fixed similarity takes memories that
+    # resemble the negative, and the table that it implies never turns round.
+    fields = jax.random.normal(jax.random.key(0), (60, 20, 20, 1))
+    smooth = Blur(2.0, (20, 20, 1))(jax.random.key(0), fields.reshape(60, -1))
+    memories = jax.nn.sigmoid(2 * smooth / smooth.std())
+    query, target = queries_of(memories, Inverted(0.3))
+    seen = jax.random.uniform(jax.random.key(3), query.shape) < known
+    calibration = uhop.calibrate_blind(
+        memories, jnp.where(seen, query, 0), observed=seen if known < 1 else None
+    )
+    assert calibration.name == LEARNED and calibration.certain
+    result = uhop.retrieve(
+        calibration.model, memories, query, observed=seen if known < 1 else None
+    )
+    assert (result.weights.argmax(-1) == target).mean() > 0.95
+
+
 def test_transformations_undo_what_moves_components(digits):
     query, target = queries_of(digits, Shift(1, SHAPE))
     moves = Shifts(1, SHAPE)

@@ -158,8 +158,8 @@ def calibrate_blind(
     """Chooses similarity, kernel and beta from queries, without knowing the corruption.
 
     A likelihood table is learned by expectation maximisation, see
-    `uhop_jax._expectation`, from the table that the best fixed similarity implies.
-    Among the learned and the fixed similarities the one is chosen whose posterior, from
+    `uhop_jax._expectation`, from the table that the best fixed similarity implies, and
+    from its reverse: a map of values that descends is out of reach of the first. Among the learned and the fixed similarities the one is chosen whose posterior, from
     three quarters of the components, makes the last quarter most likely. A query is
     judged by what other queries teach.
 
@@ -204,7 +204,10 @@ def calibrate_blind(
             f"for {memories.dtype}, up to {float(jnp.abs(memories).max()):.3g} and "
             f"{float(jnp.abs(queries).max()):.3g}"
         )
-    trials[LEARNED] = learned_trial(problem, start.counts)
+    # Read backwards, the table is of queries whose contrast is inverted.
+    starts = (start.counts, start.counts[::-1])
+    learned = [learned_trial(problem, counts) for counts in starts]
+    trials[LEARNED] = max(learned, key=lambda trial: trial.best)
     if transformations is not None:
         trials[MOVED] = moved_trial(problem, trials[LEARNED].counts, transformations)
 
