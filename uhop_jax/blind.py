@@ -159,9 +159,10 @@ def calibrate_blind(
 
     A likelihood table is learned by expectation maximisation, see
     `uhop_jax._expectation`, from the table that the best fixed similarity implies, and
-    from its reverse: a map of values that descends is out of reach of the first. Among the learned and the fixed similarities the one is chosen whose posterior, from
-    three quarters of the components, makes the last quarter most likely. A query is
-    judged by what other queries teach.
+    from its reverse: a map of values that descends is out of reach of the first. Among
+    the learned and the fixed similarities the one is chosen whose posterior, from three
+    quarters of the components, makes the last quarter most likely. A query is judged by
+    what other queries teach.
 
     `calibrate_blind` runs on the host and cannot be traced. It draws nothing at random.
 
