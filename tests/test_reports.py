@@ -6,7 +6,7 @@ import pytest
 
 from uhop_jax import plotting
 from uhop_jax.command_line import load_config
-from uhop_jax.experiments import cells, compare, protocols, variants
+from uhop_jax.experiments import blind, cells, compare, protocols, variants
 from uhop_jax.training import bag_report, study
 from uhop_jax.training.cells import BagCell
 
@@ -155,3 +155,27 @@ def test_error_bars_over_folds_are_explained():
     assert study.titled("musk1", [panel]) == "musk1"
     panel.series["MHM"] = curve._replace(spread=[0.1])
     assert study.titled("musk1", [panel]) == "musk1 (mean ± standard deviation)"
+
+
+def test_blind_calibration_loses_to_the_best_fixed_similarity_of_a_cell():
+    """One similarity is the best over all sets of a cell, not one for each set."""
+    errors = {
+        20: {"blind": (3.0, 1.0), "known corruption": (1.0, 1.0)},
+        500: {"blind": (1.0, 1.2), "known corruption": (1.5, 1.5)},
+    }
+    fixed = {"cosine": (1.0, 2.0), "l1": (2.0, 0.6)}  # of l1 the mean is least, 1.3
+    rows = [
+        row(method, queries=Q, run=run, error=error)
+        for Q, by_method in errors.items()
+        for method, runs in (by_method | fixed).items()
+        for run, error in enumerate(runs)
+    ]
+    few, many = blind.besides(rows)
+    assert (few.queries, few.similarity) == (20, "l1")
+    assert few[2:5] == (1.3, 2.0, 1.0) and few.independent
+    assert few.loses and few.far  # 2 is above 1.05 * 1.3 + 0.1 and above 1 + 0.5
+    assert not many.loses and not many.far
+    report = blind.blind_report(rows)
+    assert words(report)[0][2:] == ["mask", "0.5", "1.3", "2", "1", "1.3", "1.1", "1.5"]
+    assert "or 0.1 more: 1 of 2 cells\n  not 10 memories, mask 0.5, Q = 20" in report
+    assert report.endswith("or 0.5 more (Q = 500): 1 of 1 cells")

@@ -1,7 +1,7 @@
 """What queries without labels teach: blind calibration beside what knows more."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from uhop_jax.transformations import image_transformations
 from uhop_jax.trials import beta_grid, sweep_errors
 
 KNOWN, BEST = "known corruption", "best fixed similarity"
+NAMES = (BEST, BLIND, KNOWN)
 RANK = 12  # of the table of the known corruption
 DEPENDENT = ("block", "blur", "shift", "shift_noise")
 COLUMNS = {"queries": int, "error": float, "top1": float, "beta": float}
@@ -133,6 +134,60 @@ def _scores(model: Model, memories: Array, query: Array, target: np.ndarray) -> 
     }
 
 
+class Beside(NamedTuple):
+    """Mean errors in a cell, of blind calibration and of what knows more.
+
+    Attributes:
+      cell: memories and corruption.
+      queries: number of queries without labels.
+      best: error of the best fixed similarity.
+      blind: error of blind calibration.
+      known: error of the likelihood of the known corruption.
+      similarity: name of the best fixed similarity.
+    """
+
+    cell: Cell
+    queries: int
+    best: float
+    blind: float
+    known: float
+    similarity: str
+
+    @property
+    def loses(self) -> bool:
+        """Whether blind calibration is behind the best fixed similarity."""
+        return self.blind > 1.05 * self.best + 0.1
+
+    @property
+    def far(self) -> bool:
+        """Whether blind calibration is far from the known corruption."""
+        return self.blind > max(1.25 * self.known, self.known + 0.5)
+
+    @property
+    def independent(self) -> bool:
+        """Whether the corruption is one of independent components."""
+        return self.cell.kind not in DEPENDENT
+
+    def __str__(self) -> str:
+        errors = f"{self.blind:.3g}, {self.best:.3g}, {self.known:.3g}"
+        return f"{self.cell.title}, Q = {self.queries} ({errors})"
+
+
+def besides(rows: Sequence[Mapping[str, Any]]) -> list[Beside]:
+    """The comparison of every cell and number of queries."""
+    listed = []
+    for (*cell, Q), group in records.grouped(
+        _compared(rows), (*records.CELL, "queries")
+    ).items():
+        by_name = records.grouped(group, ("method",))
+        best, blind, known = (
+            float(np.mean([row["error"] for row in by_name[(name,)]])) for name in NAMES
+        )
+        similarity = by_name[(BEST,)][0]["setting"]
+        listed.append(Beside(Cell(*cell), Q, best, blind, known, similarity))
+    return listed
+
+
 def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
     """All records but those of fixed similarities: of each cell, the best is kept."""
     others = (BLIND, KNOWN, *RIVALS)
@@ -168,36 +223,26 @@ def blind_report(rows: Sequence[Mapping[str, Any]]) -> str:
     if all(row["method"] in RIVALS for row in rows):
         labelled = [dict(r, setting=f"Q = {r['queries']}") for r in rows]
         return "error\n" + records.pivot(labelled, "error")
-    compared = _compared(rows)
-    numbers = sorted({row["queries"] for row in rows})
-    names = (BEST, BLIND, KNOWN)
-    lines = [["cell", *(f"{name}, Q = {Q}" for Q in numbers for name in names)]]
-    cells: dict[str, list[str]] = {f"blind at most 1.05 times {BEST}, or 0.1 more": []}
-    cells[f"blind at most 1.25 times {KNOWN}, or 0.5 more (Q = {numbers[-1]})"] = []
-    totals = [0, 0]
-    for cell, group in records.grouped(compared, records.CELL).items():
-        line = [Cell(*cell).title]
-        for Q in numbers:
-            lots = records.grouped(
-                [row for row in group if row["queries"] == Q], ("method",)
-            )
-            best, blind, known = (
-                float(np.mean([row["error"] for row in lots[(name,)]]))
-                for name in names
-            )
-            line += [f"{best:.3g}", f"{blind:.3g}", f"{known:.3g}"]
-            title = f"{line[0]}, Q = {Q} ({blind:.3g}, {best:.3g}, {known:.3g})"
-            never, near = cells.values()
-            totals[0] += 1
-            if blind > 1.05 * best + 0.1:
-                never.append(title)
-            if Q == numbers[-1] and cell[1] not in DEPENDENT:
-                totals[1] += 1
-                if blind > max(1.25 * known, known + 0.5):
-                    near.append(title)
-        lines.append(line)
+    listed = besides(rows)
+    numbers = sorted({beside.queries for beside in listed})
+    lines = [["cell", *(f"{name}, Q = {Q}" for Q in numbers for name in NAMES)]]
+    by_cell: dict[Cell, dict[int, Beside]] = {}
+    for beside in listed:
+        by_cell.setdefault(beside.cell, {})[beside.queries] = beside
+    for cell, group in by_cell.items():
+        errors = [x for Q in numbers for x in group[Q][2:5]]
+        lines.append([cell.title, *(f"{error:.3g}" for error in errors)])
+    near = [x for x in listed if x.queries == numbers[-1] and x.independent]
     text = records.aligned(lines)
-    for (rule, failed), total in zip(cells.items(), totals, strict=True):
-        text += f"\n\n{rule}: {total - len(failed)} of {total} cells"
-        text += "".join(f"\n  not {title}" for title in failed)
+    for rule, cells, failed in (
+        (f"1.05 times {BEST}, or 0.1 more", listed, [x for x in listed if x.loses]),
+        (
+            f"1.25 times {KNOWN}, or 0.5 more (Q = {numbers[-1]})",
+            near,
+            [x for x in near if x.far],
+        ),
+    ):
+        number = f"{len(cells) - len(failed)} of {len(cells)} cells"
+        text += f"\n\nblind at most {rule}: {number}"
+        text += "".join(f"\n  not {beside}" for beside in failed)
     return text
