@@ -332,6 +332,26 @@ def test_few_queries_under_much_noise_are_not_given_up():
     assert shares_left[1] < 1.2, shares_left
 
 
+@pytest.mark.parametrize("hopeless", ["noise", "other pixels"])
+def test_queries_that_tell_nothing_are_not_answered_with_confidence(hopeless):
+    # A table that says nothing makes no beta worse than another: the sharpest was ahead
+    # by a few hundredths of a nat, with full confidence in one memory.
+    rng = np.random.default_rng(0)
+    strokes = rng.random((60, 16, 16, 1)) ** 4
+    memories = Blur(1.0, (16, 16, 1))(jax.random.key(0), strokes.reshape(60, -1))
+    memories = jnp.asarray(memories / memories.max(), jnp.float32)
+    query, target = queries_of(
+        memories, FoldedNoise(2.0 if hopeless == "noise" else 0.3)
+    )
+    if hopeless != "noise":
+        query = query[:, rng.permutation(256)]
+    result = uhop.calibrate_blind(memories, query)
+    confidence = uhop.retrieve(result.model, memories, query).weights.max(-1)
+    assert confidence.mean() < 0.15
+    mean = ((memories.mean(0)[None] - memories[target]) ** 2).sum(-1).mean()
+    assert error(result.model, memories, query, target) < 1.1 * mean
+
+
 def test_posteriors_without_strips_are_those_of_the_other_components():
     rng = np.random.default_rng(0)
     memories, queries = rng.normal(size=(23, 7)), rng.normal(size=(3, 7))

@@ -1,17 +1,20 @@
 """The candidates of blind calibration, each scored by its predictive likelihood."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from uhop_jax._expectation import (
     Folded,
+    Leading,
+    counted,
     fold,
-    judged,
     leading_by_likelihood,
     leading_by_similarity,
     maximised,
@@ -35,6 +38,7 @@ WORK = 1e9  # about how many pairs of components of queries and transformed memo
 SPREAD = 1000  # memories whose overlaps have the spread that betas are relative to
 SHARPNESS = (0.3, 300.0, 12)  # of fixed similarities, as in `beta_grid`
 BETAS = tuple(2.0**n for n in range(-6, 3))  # of the likelihood
+CLAIMED = 0.5  # share of what a posterior claims that it must predict
 LEAST = 20  # queries that are learned from, if there are as many
 
 
@@ -103,6 +107,86 @@ def chosen_beta(scores: np.ndarray) -> int:
     return int(near.argmax())
 
 
+@jax.jit
+def narrowed(
+    leading: Leading, betas: Float[Array, " B"], log_prior: Float[Array, " N"]
+) -> Float[Array, "Q B"]:
+    """By how many nats posteriors narrow the memories down, a mean over the folds.
+
+    It is the divergence from the prior. Memories that are not among the leading ones
+    share what is left.
+    """
+    prior = jax.nn.log_softmax(log_prior)[leading.places]
+    tiny = float(jnp.finfo(prior.dtype).tiny)
+    others = jnp.maximum(1 - jnp.exp(prior).sum(-1), tiny)
+
+    def at(row: tuple[Array, Array]) -> Array:
+        beta, total = row
+        log_p = beta * leading.logits - total[..., None]
+        p = jnp.exp(log_p)
+        told = jnp.where(p > 0, p * (log_p - prior), 0.0).sum(-1)
+        rest = jnp.maximum(1 - p.sum(-1), 0.0)
+        return (told + rest * jnp.log(jnp.maximum(rest, tiny) / others)).mean(0)
+
+    return lax.map(at, (betas, jnp.moveaxis(leading.total, -1, 0))).T
+
+
+@jax.jit
+def supported(
+    scores: Float[Array, "Q B"], narrowing: Float[Array, "Q B"]
+) -> Float[Array, "Q B"]:
+    """Scores, `-inf` at betas whose posterior claims more than it predicts.
+
+    If components are independent given their memory, what three quarters of them tell
+    about the fourth is of the size of what they tell about the memory, unless that is
+    next to nothing. A posterior that narrows the memories down by some nats and
+    predicts less than half of them, by two standard errors, is sure for no reason: if a
+    table says nothing, hardly any beta is worse than another. Where no beta is left,
+    the flattest is.
+    """
+    error = scores.std(0) / math.sqrt(len(scores))
+    kept = scores.mean(0) + 2 * error >= CLAIMED * narrowing.mean(0)
+    first = ~kept.any() & (jnp.arange(kept.size) == 0)
+    return jnp.where((kept | first)[None], scores, -jnp.inf)
+
+
+@functools.partial(jax.jit, static_argnames="rounds")
+def judged(
+    data: Folded,
+    leading: Leading,
+    betas: Float[Array, " B"],
+    common: Float[Array, "P K1"],
+    narrowing: Float[Array, "Q B"],
+    *,
+    rounds: int = 3,
+) -> tuple[Float[Array, "Q B"], Float[Array, "K K"]]:
+    """The predictive likelihood of posteriors at each beta, under their best tables.
+
+    Each part of the queries is judged by the table of the other parts. Tables and beta
+    are improved in turn, among the betas that `supported` leaves. The counts of the
+    table of all parts are returned too.
+    """
+
+    def others(counts: Array) -> Array:
+        return jax.vmap(probabilities)(counts.sum(0)[None] - counts)
+
+    def improve(counts: Array, _: None) -> tuple[Array, None]:
+        tables = others(counts)
+        best = jnp.argmax(judge(tables).mean(0))
+        total = leading.total[..., best]
+        return counted(data, leading, betas[best], total, common, tables)[0], None
+
+    def judge(tables: Array) -> Array:
+        scores = predictive(data, leading, betas, common, tables)
+        return supported(scores, narrowing)
+
+    middle = betas.size // 2
+    total = leading.total[..., middle]
+    first, _ = counted(data, leading, betas[middle], total, common)
+    last: Array = lax.scan(improve, first, None, length=rounds)[0]
+    return judge(others(last)), last.sum(0)
+
+
 def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -> Trial:
     """The trial of a similarity, its model at the beta of the best score."""
     means = np.asarray(scores, np.float64)
@@ -122,7 +206,8 @@ def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
     )
     queries = problem.strips.queries
     common = shares(queries, BINS, betas.dtype, parts=problem.parts)
-    scores, counts = judged(problem.strips, leading, betas, common)
+    narrowing = narrowed(leading, betas, jnp.zeros(len(memories), betas.dtype))
+    scores, counts = judged(problem.strips, leading, betas, common, narrowing)
     return _trial(similarity, scores, betas, counts)
 
 
@@ -187,6 +272,7 @@ def _maximised(
     part = np.arange(len(strips.queries)) % parts
     common = shares(strips.queries, BINS, start.dtype, parts=parts)
     scores = np.zeros((len(part), len(BETAS)), start.dtype)
+    narrowing = np.zeros_like(scores)
     for number in range(parts):
         inside = part == number
         others = interleaved._replace(queries=interleaved.queries[~inside])
@@ -196,7 +282,9 @@ def _maximised(
         leading = leading_by_likelihood(held_out, counts, prior, betas, rank=RANK)
         about = common[number][None], probabilities(counts)[None]
         scores[inside] = predictive(held_out, leading, betas, *about)
-    return jnp.asarray(scores), betas, *maximised(interleaved, start, **options)
+        narrowing[inside] = narrowed(leading, betas, prior)
+    left = supported(jnp.asarray(scores), jnp.asarray(narrowing))
+    return left, betas, *maximised(interleaved, start, **options)
 
 
 def _kernel(problem: Problem, counts: Array) -> LikelihoodKernel:

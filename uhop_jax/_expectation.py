@@ -290,37 +290,6 @@ def predictive(
     return lax.map(of_query, (*by_query, data.queries, _part(Q, len(tables))))
 
 
-@functools.partial(jax.jit, static_argnames="rounds")
-def judged(
-    data: Folded,
-    leading: Leading,
-    betas: Float[Array, " B"],
-    common: Float[Array, "P K1"],
-    *,
-    rounds: int = 3,
-) -> tuple[Float[Array, "Q B"], Float[Array, "K K"]]:
-    """The predictive likelihood of posteriors at each beta, under their best tables.
-
-    Each part of the queries is judged by the table of the other parts. Tables and beta
-    are improved in turn. The counts of the table of all parts are returned too.
-    """
-
-    def others(counts: Array) -> Array:
-        return jax.vmap(probabilities)(counts.sum(0)[None] - counts)
-
-    def improve(counts: Array, _: None) -> tuple[Array, None]:
-        tables = others(counts)
-        best = jnp.argmax(predictive(data, leading, betas, common, tables).mean(0))
-        total = leading.total[..., best]
-        return counted(data, leading, betas[best], total, common, tables)[0], None
-
-    middle = betas.size // 2
-    total = leading.total[..., middle]
-    first, _ = counted(data, leading, betas[middle], total, common)
-    last: Array = lax.scan(improve, first, None, length=rounds)[0]
-    return predictive(data, leading, betas, common, others(last)), last.sum(0)
-
-
 @functools.partial(jax.jit, static_argnames=("rank", "iterations", "groups"))
 def maximised(
     data: Folded,

@@ -130,6 +130,12 @@ def run(config: ConfigDict, workdir: Path) -> None:
         print(records.aligned(shown))
         if len(rows) > 10:
             print(f"... and {len(rows) - 10} more in answers.csv")
+        foreign = 0 if answers.foreign is None else int((answers.foreign > 0.5).sum())
+        if foreign:
+            print(
+                f"{foreign} of {len(rows)} queries seem to belong to no memory: see "
+                "the column foreign"
+            )
     spent = time.perf_counter() - began
     print(f"{spent:.1f} s; written to {workdir}: {', '.join(written) or 'nothing new'}")
 
