@@ -2,11 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from uhop_jax import plotting
 from uhop_jax.command_line import load_config
 from uhop_jax.experiments import blind, cells, compare, protocols, variants
+from uhop_jax.experiments.reliability import Reliability
 from uhop_jax.training import bag_report, study
 from uhop_jax.training.cells import BagCell
 
@@ -21,6 +23,14 @@ def words(text):
     lines = text.splitlines()
     rule = next(i for i, line in enumerate(lines) if set(line) == {"-"})
     return [line.split() for line in lines[rule + 1 :]]
+
+
+def test_foreign_queries_are_those_of_the_higher_score():
+    queries = np.zeros((2, 3))
+    held_out = blind.HeldOut(queries, queries, np.arange(2), queries + 1)
+    scores = np.asarray([0.1, 0.3, 0.2, 0.4])  # own, own, foreign, foreign
+    assert held_out.foreign_auroc(scores) == {"foreign_auroc": 0.75}
+    assert held_out.both.shape == (4, 3) and held_out.both[2:].min() == 1
 
 
 def test_the_best_beta_is_of_one_cell():
@@ -164,8 +174,10 @@ def test_blind_calibration_loses_to_the_best_fixed_similarity_of_a_cell():
         500: {"blind": (1.0, 1.2), "known corruption": (1.5, 1.5)},
     }
     fixed = {"cosine": (1.0, 2.0), "l1": (2.0, 0.6)}  # of l1 the mean is least, 1.3
+    text = str(Reliability.of([0.75, 0.75], [True, False]))
+    more = {"reliability": text, "foreign_auroc": 0.75}
     rows = [
-        row(method, queries=Q, run=run, error=error)
+        row(method, queries=Q, run=run, error=error, **more)
         for Q, by_method in errors.items()
         for method, runs in (by_method | fixed).items()
         for run, error in enumerate(runs)
@@ -178,4 +190,6 @@ def test_blind_calibration_loses_to_the_best_fixed_similarity_of_a_cell():
     report = blind.blind_report(rows)
     assert words(report)[0][2:] == ["mask", "0.5", "1.3", "2", "1", "1.3", "1.1", "1.5"]
     assert "or 0.1 more: 1 of 2 cells\n  not 10 memories, mask 0.5, Q = 20" in report
-    assert report.endswith("or 0.5 more (Q = 500): 1 of 1 cells")
+    assert "or 0.5 more (Q = 500): 1 of 1 cells\n" in report
+    assert blind.confidences(rows)[1][1:] == (0.25, 0.75, 0.75)
+    assert "at most 0.03: 0 of 2 cells" in report and "difference 0.000" in report

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from uhop_jax import records
-from uhop_jax.blind import calibrate_blind, fixed_similarities
+from uhop_jax.blind import BlindCalibration, calibrate_blind, fixed_similarities
 from uhop_jax.experiments import figures
-from uhop_jax.experiments.cells import SCORED, Cell, Study, base_row
+from uhop_jax.experiments.cells import SCORED, TUNING, Cell, Study, base_row
 from uhop_jax.experiments.methods import BLIND
 from uhop_jax.experiments.reliability import Reliability
 from uhop_jax.experiments.rivals import RIVALS, rival_scores
@@ -19,17 +19,67 @@ from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.model import Model
 from uhop_jax.plotting import Panel
 from uhop_jax.retrieval import retrieve
-from uhop_jax.similarity import Dot, Similarity
+from uhop_jax.similarity import Cosine, Dot, Similarity
 from uhop_jax.transformations import image_transformations
 from uhop_jax.trials import beta_grid, sweep_errors
 
 KNOWN, BEST = "known corruption", "best fixed similarity"
 NAMES = (BEST, BLIND, KNOWN)
 RANK = 12  # of the table of the known corruption
+HELD_OUT = 200  # queries of stored patterns, and as many of foreign ones
 DEPENDENT = ("block", "blur", "shift", "shift_noise")
 COLUMNS = {"queries": int, "error": float, "top1": float, "beta": float}
 COLUMNS |= {"advantage": float, "standard_error": float, "expected_error": float}
-COLUMNS |= {"calibration_error": float, "reliability": str}
+COLUMNS |= {"calibration_error": float, "reliability": str, "foreign_auroc": float}
+
+
+class HeldOut(NamedTuple):
+    """Queries that no calibration has seen, corrupted as the others are.
+
+    Attributes:
+      memories: stored patterns.
+      own: queries of stored patterns.
+      target: the memory of each own query.
+      foreign: queries of patterns that are not stored.
+    """
+
+    memories: Float[Array, "M d"]
+    own: Float[Array, "H d"]
+    target: Int[np.ndarray, " H"]
+    foreign: Float[Array, "H d"]
+
+    @classmethod
+    def of(cls, study: Study, cell: Cell, run: int, memories: Array) -> "HeldOut":
+        """The queries of a memory set; foreign patterns are of the other half."""
+        corruption = study.corruption(cell)
+        others = study.queries(cell, TUNING, range(run, run + 1)).memories[0]
+        target = _targets(run, cell.memories, HELD_OUT)
+        keys = jax.random.split(study.key(7, cell.memories, run))
+        own, foreign = (
+            corruption(key, patterns[target])[0]
+            for key, patterns in zip(keys, (memories, others), strict=True)
+        )
+        return cls(memories, own, target, foreign)
+
+    def reliability(self, model: Model) -> dict:
+        """How far the confidence of a model can be trusted."""
+        weights = retrieve(model, self.memories, self.own).weights
+        right = np.asarray(weights.argmax(-1)) == self.target
+        reliability = Reliability.of(weights.max(-1), right)
+        error = reliability.error
+        return {"calibration_error": error, "reliability": str(reliability)}
+
+    @property
+    def both(self) -> Float[Array, "2H d"]:
+        """Own queries, then foreign ones."""
+        return jnp.concatenate([self.own, self.foreign])
+
+    def foreign_auroc(self, scores: Float[Array, "2H"]) -> dict:
+        """How well scores of `both`, high for foreign queries, tell them apart."""
+        from sklearn.metrics import roc_auc_score
+
+        is_foreign = np.repeat([0, 1], [len(self.own), len(self.foreign)])
+        return {"foreign_auroc": float(roc_auc_score(is_foreign, np.asarray(scores)))}
 
 
 def blind_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
@@ -48,6 +98,10 @@ def blind_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
         if not rivals:
             kernel = timed("known", fit_likelihood, known_key, memories, corruption)
             known = Model(Dot(kernel.cut(RANK)), beta=1.0)
+            held_out = HeldOut.of(study, cell, run, memories)
+            trusted = held_out.reliability(known)
+            largest = Cosine()(memories, held_out.both).max(-1)
+            farthest = held_out.foreign_auroc(-largest)
         for number in study.config.queries:
             key = jax.random.fold_in(query_key, number)
             target = _targets(run, cell.memories, number)
@@ -62,8 +116,11 @@ def blind_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
                 continue
             for name, similarity in fixed_similarities(memories, query).items():
                 scores = timed("fixed", _best, memories, query, target, similarity)
+                if name == "cosine":
+                    scores |= farthest
                 rows.append(_row(*about, name, scores))
-            rows.append(_row(*about, KNOWN, _scores(known, memories, query, target)))
+            scores = _scores(known, memories, query, target) | trusted
+            rows.append(_row(*about, KNOWN, scores))
             result = timed(
                 "blind", calibrate_blind, memories, query, transformations=moves
             )
@@ -71,10 +128,17 @@ def blind_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
                 name: float(getattr(result, name))
                 for name in ("advantage", "standard_error", "expected_error")
             }
-            scores = _scores(result.model, memories, query, target)
-            rows.append(_row(*about, BLIND, scores | told, setting=result.name))
+            scores = _scores(result.model, memories, query, target) | told
+            scores |= timed("held out", _held_out, held_out, result)
+            rows.append(_row(*about, BLIND, scores, setting=result.name))
         timed.done(1)
     return rows
+
+
+def _held_out(held_out: HeldOut, result: BlindCalibration) -> dict:
+    """Scores of a calibration on queries that it has not seen."""
+    foreign = result.foreign(held_out.memories, held_out.both)
+    return held_out.reliability(result.model) | held_out.foreign_auroc(foreign)
 
 
 def _row(
@@ -120,17 +184,14 @@ def _errors(
 
 
 def _scores(model: Model, memories: Array, query: Array, target: np.ndarray) -> dict:
-    """Error and top-1 of a model, with its beta and the reliability of its weights."""
+    """Error and top-1 of a model, with its beta."""
     result = retrieve(model, memories, query)
     error = ((result.state - memories[target]) ** 2).sum(-1).mean()
     right = np.asarray(result.weights.argmax(-1)) == target
-    reliability = Reliability.of(result.weights.max(-1), right)
     return {
         "error": float(error),
         "top1": float(right.mean()),
         "beta": float(np.asarray(model.beta)),
-        "calibration_error": reliability.error,
-        "reliability": str(reliability),
     }
 
 
@@ -185,6 +246,38 @@ def besides(rows: Sequence[Mapping[str, Any]]) -> list[Beside]:
         )
         similarity = by_name[(BEST,)][0]["setting"]
         listed.append(Beside(Cell(*cell), Q, best, blind, known, similarity))
+    return listed
+
+
+class Confidence(NamedTuple):
+    """What confidences are worth in a cell, of blind calibration; all sets together.
+
+    Attributes:
+      title: of the cell and the number of queries.
+      error: expected calibration error, on queries that no calibration has seen.
+      foreign: AUROC of the probability that a query is foreign.
+      cosine: AUROC of the largest cosine.
+    """
+
+    title: str
+    error: float
+    foreign: float
+    cosine: float
+
+
+def confidences(rows: Sequence[Mapping[str, Any]]) -> list[Confidence]:
+    """The worth of confidences in every cell and number of queries."""
+    listed = []
+    for (*cell, Q), group in records.grouped(rows, (*records.CELL, "queries")).items():
+        by_name = records.grouped(group, ("method",))
+        mine = by_name[(BLIND,)]
+        first, *others = (Reliability.parsed(row["reliability"]) for row in mine)
+        aurocs = (
+            float(np.mean([row["foreign_auroc"] for row in lot]))
+            for lot in (mine, by_name[("cosine",)])
+        )
+        title = f"{Cell(*cell).title}, Q = {Q}"
+        listed.append(Confidence(title, sum(others, first).error, *aurocs))
     return listed
 
 
@@ -245,4 +338,15 @@ def blind_report(rows: Sequence[Mapping[str, Any]]) -> str:
         number = f"{len(cells) - len(failed)} of {len(cells)} cells"
         text += f"\n\nblind at most {rule}: {number}"
         text += "".join(f"\n  not {beside}" for beside in failed)
+    known = confidences(rows)
+    small = sum(x.error <= 0.03 for x in known)
+    text += (
+        f"\n\nexpected calibration error at most 0.03: {small} of {len(known)} cells"
+    )
+    text += (
+        "\nAUROC of foreign queries, median over the cells: "
+        f"{np.median([x.foreign for x in known]):.3f}, of the largest cosine "
+        f"{np.median([x.cosine for x in known]):.3f}; difference "
+        f"{np.median([x.foreign - x.cosine for x in known]):.3f}"
+    )
     return text
