@@ -10,8 +10,9 @@ from conftest import assert_close, every_dtype
 
 import uhop_jax as uhop
 from uhop_jax import data
-from uhop_jax._blind_trials import Problem, fixed_trial
+from uhop_jax._blind_trials import Problem, fixed_trial, narrowed, supported
 from uhop_jax._expectation import (
+    Leading,
     counted,
     fold,
     leading_by_likelihood,
@@ -350,6 +351,38 @@ def test_queries_that_tell_nothing_are_not_answered_with_confidence(hopeless):
     assert confidence.mean() < 0.15
     mean = ((memories.mean(0)[None] - memories[target]) ** 2).sum(-1).mean()
     assert error(result.model, memories, query, target) < 1.1 * mean
+
+
+def test_narrowing_is_the_divergence_from_the_prior():
+    rng = np.random.default_rng(0)
+    prior = jnp.asarray(rng.normal(size=12))
+    logits = jnp.asarray(rng.normal(size=(4, 3, 12))) + prior[None, None]
+    betas = jnp.asarray([0.5, 2.0])
+    total = jax.nn.logsumexp(betas[:, None, None, None] * logits[None], axis=-1)
+    order = jnp.argsort(-logits, axis=-1)
+    best = jnp.take_along_axis(logits, order, -1)
+    leading = Leading(best, order, jnp.moveaxis(total, 0, -1))
+    result = narrowed(leading, betas, prior)
+    for b, beta in enumerate(betas):
+        p = jax.nn.softmax(beta * logits, axis=-1)
+        divergence = p * (jnp.log(p) - jax.nn.log_softmax(prior)[None, None])
+        assert_close(result[:, b], divergence.sum(-1).mean(0))
+    # Beyond the leading ones, memories are told apart no further.
+    few = Leading(best[..., :4], order[..., :4], leading.total)
+    assert (narrowed(few, betas, prior) < result).all()
+
+
+def test_a_posterior_that_predicts_less_than_half_of_its_claim_is_left_out():
+    scores = jnp.broadcast_to(jnp.asarray([0.1, 1.9, 2.1, 2.2])[None], (50, 4))
+    claims = jnp.broadcast_to(jnp.asarray([0.1, 3.9, 4.1, 4.5])[None], (50, 4))
+    left = supported(scores, claims)
+    assert jnp.isfinite(left[0]).tolist() == [True, False, True, False]
+    uncertain = scores + jnp.linspace(-1.0, 1.0, 50)[:, None]  # two errors are .17
+    assert jnp.isfinite(supported(uncertain, claims)).all()
+    assert jnp.isfinite(supported(scores, claims + 9)[0]).tolist() == [
+        True,
+        *[False] * 3,
+    ]
 
 
 def test_posteriors_without_strips_are_those_of_the_other_components():
