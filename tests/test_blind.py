@@ -105,6 +105,18 @@ def test_inverted_contrast_of_patterns_whose_negatives_look_like_patterns(known)
     assert (result.weights.argmax(-1) == target).mean() > 0.95
 
 
+@pytest.mark.parametrize("known", [1.0, 0.7], ids="observed {}".format)
+def test_twenty_negatives_of_patterns_without_structure(known):
+    rng = np.random.default_rng(0)
+    memories = rng.normal(size=(200, 128))
+    seen = rng.random((20, 128)) < known
+    queries = np.where(seen, rng.normal(size=(20, 128)) - memories[:20], 0)
+    observed = {} if known == 1 else {"observed": seen}
+    calibration = uhop.calibrate_blind(memories, queries, **observed)
+    weights = uhop.retrieve(calibration.model, memories, queries, **observed).weights
+    assert (weights.argmax(-1) == np.arange(20)).all() and weights.max(-1).mean() > 0.9
+
+
 def test_transformations_undo_what_moves_components(digits):
     query, target = queries_of(digits, Shift(1, SHAPE))
     moves = Shifts(1, SHAPE)

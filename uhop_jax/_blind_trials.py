@@ -25,7 +25,7 @@ from uhop_jax.kernels import LikelihoodKernel, bins
 from uhop_jax.likelihood import BINS, edges_of, factors, probabilities
 from uhop_jax.model import Model
 from uhop_jax.separation import Softmax
-from uhop_jax.similarity import Dot, Similarity
+from uhop_jax.similarity import Cosine, Dot, Similarity
 from uhop_jax.transformations import Transformations, Transformed
 from uhop_jax.trials import beta_grid
 
@@ -209,6 +209,23 @@ def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
     narrowing = narrowed(leading, betas, jnp.zeros(len(memories), betas.dtype))
     scores, counts = judged(problem.strips, leading, betas, common, narrowing)
     return _trial(similarity, scores, betas, counts)
+
+
+def inverted_trial(problem: Problem) -> Trial:
+    """The trial of the cosine of memories and inverted queries, each less their mean.
+
+    Its table is one of values that fall where stored values rise.
+    """
+    memories, queries, observed = problem[:3]
+    seen = (
+        jnp.ones_like(queries) if observed is None else observed.astype(queries.dtype)
+    )
+    mean = (seen * queries).sum(0) / jnp.maximum(seen.sum(0), 1)
+    inverted = problem._replace(
+        memories=memories - memories.mean(0)[None],
+        queries=seen * (mean[None] - queries),
+    )
+    return fixed_trial(inverted, Cosine())
 
 
 @jax.jit

@@ -20,6 +20,7 @@ from uhop_jax._blind_trials import (
     Trial,
     even_sample,
     fixed_trial,
+    inverted_trial,
     learned_trial,
     likelihood_of,
     moved_trial,
@@ -160,10 +161,10 @@ def calibrate_blind(
 
     A likelihood table is learned by expectation maximisation, see
     `uhop_jax._expectation`, from the table that the best fixed similarity implies, and
-    from its reverse: a map of values that descends is out of reach of the first. Among
-    the learned and the fixed similarities the one is chosen whose posterior, from three
-    quarters of the components, makes the last quarter most likely. A query is judged by
-    what other queries teach.
+    from the table that the cosine of inverted queries implies: a map of values that
+    descends is out of reach of the first. Among the learned and the fixed similarities
+    the one is chosen whose posterior, from three quarters of the components, makes the
+    last quarter most likely. A query is judged by what other queries teach.
 
     `calibrate_blind` runs on the host and cannot be traced. It draws nothing at random.
 
@@ -206,9 +207,8 @@ def calibrate_blind(
             f"for {memories.dtype}, up to {float(jnp.abs(memories).max()):.3g} and "
             f"{float(jnp.abs(queries).max()):.3g}"
         )
-    # Read backwards, the table is of queries whose contrast is inverted.
-    starts = (start.counts, start.counts[::-1])
-    learned = [learned_trial(problem, counts) for counts in starts]
+    starts = (start, inverted_trial(problem))
+    learned = [learned_trial(problem, trial.counts) for trial in starts]
     trials[LEARNED] = max(learned, key=lambda trial: trial.best)
     if transformations is not None:
         trials[MOVED] = moved_trial(problem, trials[LEARNED].counts, transformations)
