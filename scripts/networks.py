@@ -127,7 +127,7 @@ def verdict() -> str:
     some = [f"{arm} on {', '.join(x)}" for arm, x in number.items() if x]
     alone = f" One task alone: {'; '.join(some)}." if some else ""
     allowed = sum(_possible(every, arm) >= 2 for arm in LEARNED)
-    wide = f" The intervals of {allowed} of {len(LEARNED)} arms allow it."
+    wide = f" For {allowed} of {len(LEARNED)} arms the intervals do not rule it out."
     return (
         "Stage I is for retrieval, not for layers: no kernel learned for separation or "
         "alignment gains one point, with an interval above zero, on two of the "
