@@ -113,6 +113,7 @@ class BlindCalibration(Pytree):
         It is most accurate from many queries, which tell how many of them are foreign
         and how own queries compare, and for queries that took no part in the
         calibration: foreign queries among those have taught the table, and seem own.
+        Where queries tell nothing about their memory, it means nothing.
 
         Args:
           memories: stored patterns, three at least; copies count once.
