@@ -207,6 +207,9 @@ def blind() -> str:
         if lost:
             text += ["", f"{title}, cells that lose (blind, best fixed, known):", ""]
             text += [f"- {beside}" for beside in lost]
+        if unsure := [x for x in known if x.error > 0.03]:
+            text += ["", f"{title}, cells of a larger calibration error:", ""]
+            text += [f"- {x.title} ({x.error:.3f})" for x in unsure]
     return "\n".join(text[1:])
 
 
