@@ -175,7 +175,7 @@ def blind() -> str:
         listed = besides(rows)
         numbers = sorted({beside.queries for beside in listed})
         sets = 1 + max(row["run"] for row in rows)
-        head = [f"{title}, {sets} sets of 500"]
+        head = [f"{title}, {sets} set{'s' * (sets > 1)} of 500"]
         for Q in numbers:
             head += [f"{Q} queries: best fixed similarity", "blind"]
         text += ["", line(*head, "known corruption"), "|---" * (len(head) + 1) + "|"]
