@@ -161,11 +161,11 @@ def calibrate_blind(
     """Chooses similarity, kernel and beta from queries, without knowing the corruption.
 
     A likelihood table is learned by expectation maximisation, see
-    `uhop_jax._expectation`, from the table that the best fixed similarity implies, and
-    from the table that the cosine of inverted queries implies: a map of values that
-    descends is out of reach of the first. Among the learned and the fixed similarities
-    the one is chosen whose posterior, from three quarters of the components, makes the
-    last quarter most likely. A query is judged by what other queries teach.
+    `uhop_jax._expectation`, from the table that the best fixed similarity implies, or
+    the cosine of inverted queries where it is better: a map of values that descends is
+    out of reach of the others. Among the learned and the fixed similarities the one is
+    chosen whose posterior, from three quarters of the components, makes the last
+    quarter most likely. A query is judged by what other queries teach.
 
     `calibrate_blind` runs on the host and cannot be traced. It draws nothing at random.
 
@@ -201,16 +201,15 @@ def calibrate_blind(
     trials: dict[str, Trial] = {}
     for name, similarity in candidates.items():
         trials[name] = fixed_trial(problem, similarity)
-    start = max(trials.values(), key=lambda trial: trial.best)
+    starts = *trials.values(), inverted_trial(problem)
+    start = max(starts, key=lambda trial: trial.best)
     if start.best == -np.inf:
         raise ValueError(
             "every candidate gave NaN: memories or queries are too large or too small "
             f"for {memories.dtype}, up to {float(jnp.abs(memories).max()):.3g} and "
             f"{float(jnp.abs(queries).max()):.3g}"
         )
-    starts = (start, inverted_trial(problem))
-    learned = [learned_trial(problem, trial.counts) for trial in starts]
-    trials[LEARNED] = max(learned, key=lambda trial: trial.best)
+    trials[LEARNED] = learned_trial(problem, start.counts)
     if transformations is not None:
         trials[MOVED] = moved_trial(problem, trials[LEARNED].counts, transformations)
 
