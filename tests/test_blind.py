@@ -9,8 +9,17 @@ import pytest
 from conftest import assert_close, every_dtype
 
 import uhop_jax as uhop
-from uhop_jax import data
-from uhop_jax._blind_trials import Problem, fixed_trial, narrowed, supported
+from uhop_jax import _expectation, data
+from uhop_jax._blind_trials import (
+    Problem,
+    _trial,
+    chosen_beta,
+    fixed_trial,
+    inverted_trial,
+    learned_trial,
+    narrowed,
+    supported,
+)
 from uhop_jax._expectation import (
     Leading,
     counted,
@@ -395,6 +404,50 @@ def test_a_posterior_that_predicts_less_than_half_of_its_claim_is_left_out():
         True,
         *[False] * 3,
     ]
+
+
+def test_the_chosen_beta_is_the_first_of_those_that_scores_do_not_tell_apart():
+    means = np.array([0.0, 4.9, 4.95, 5.0, 4.97, -np.inf])
+    signs = (-1.0) ** (np.arange(64)[:, None] >> np.arange(6)[None])  # orthogonal
+    scores = means[None] + signs  # differences have a standard error of 0.18
+    assert chosen_beta(scores, np.arange(6)) == 1
+    assert chosen_beta(scores, np.array([0, 3, 2, 9, 1, 0])) == 4
+    told = means[None] + 1e-3 * signs
+    assert chosen_beta(told, np.arange(6)) == 3
+    assert chosen_beta(np.full((5, 3), -np.inf), np.array([2, 1, 0])) == 0
+
+
+def test_where_scores_do_not_tell_a_likelihood_stays_at_beta_1_and_others_flat(digits):
+    query, _ = queries_of(digits, Inverted(0.2), 20)
+    problem = Problem.of(digits, query, None)
+    learned = learned_trial(problem, inverted_trial(problem).counts)
+    betas, scores = jnp.asarray([0.25, 0.5, 1.0, 2.0]), jnp.zeros((20, 4))
+    for similarity, expected in (
+        (learned.model.similarity, 1.0),
+        (uhop.Cosine(), 0.25),
+    ):
+        trial = _trial(similarity, scores, betas, learned.counts)
+        assert float(trial.model.beta) == trial.betas[trial.chosen] == expected
+
+
+def test_large_blocks_of_logits_are_split(monkeypatch):
+    rng = np.random.default_rng(0)
+    memories, queries = (jnp.asarray(rng.normal(size=(n, 7))) for n in (50, 9))
+    leading = leading_by_similarity.__wrapped__
+    about = uhop.Cosine(), memories, queries, None, jnp.asarray([0.5, 2.0])
+    whole = leading(*about, strips=2)
+    monkeypatch.setattr(_expectation, "LOGITS", 9 * 2 * 20)  # 20 memories at a time
+    sizes = []
+    slice_of = jax.lax.dynamic_slice_in_dim
+
+    def watched(x, first, size, *args, **kwargs):
+        sizes.append(size)
+        return slice_of(x, first, size, *args, **kwargs)
+
+    monkeypatch.setattr(jax.lax, "dynamic_slice_in_dim", watched)
+    for a, b in zip(whole, leading(*about, strips=2), strict=True):
+        assert_close(a.astype(jnp.float64), b)
+    assert set(sizes) == {20}
 
 
 def test_posteriors_without_strips_are_those_of_the_other_components():

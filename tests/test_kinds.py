@@ -64,6 +64,40 @@ def test_folded_noise_is_never_negative_and_its_likelihood_is_bayes():
         assert_close(row - row[0], np.asarray(expected) - expected[0])
 
 
+def maps_of(kind):
+    """The patterns that noise is added to: one, or as many as are equally likely."""
+    images = np.asarray(IMAGES).reshape(-1, *SHAPE)
+    if kind == "inverted":
+        return [1 - images]
+    if kind == "gamma":
+        return [0.6 * images**3]
+    moved = []
+    for rows, columns in ((0, 2), (0, -2), (2, 0), (-2, 0)):
+        padded = np.pad(images, ((0, 0), (2, 2), (2, 2), (0, 0)))
+        rolled = np.roll(padded, (rows, columns), (1, 2))
+        moved.append(rolled[:, 2:-2, 2:-2])
+    return moved
+
+
+@pytest.mark.parametrize("kind", ["inverted", "gamma", "shift_noise"])
+def test_likelihoods_of_noise_after_a_map_are_bayes(kind):
+    scale = 0.4
+    corrupt = corruption_of(kind, scale, SHAPE)
+    query = np.asarray(corrupt(KEY, IMAGES))
+    total = 0.0
+    maps = maps_of(kind)
+    for images in maps:
+        m, q = images.reshape(len(images), -1)[None], query[:, None]
+        density = np.where(q <= 0, norm.cdf(0, m, scale), norm.pdf(q, m, scale))
+        density = np.where(q >= 1, norm.sf(1, m, scale), density)
+        total = total + np.exp(np.log(density).sum(-1)) / len(maps)
+    expected = np.log(total)
+    actual = np.asarray(corrupt.log_likelihood(IMAGES, jnp.asarray(query)))
+    # Up to a constant of the query.
+    assert_close(actual - actual[:, :1], expected - expected[:, :1])
+    assert (actual.argmax(1) == np.arange(len(IMAGES))).all()
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("scale", [0.0, 1e-200, 1e-25])

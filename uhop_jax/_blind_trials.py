@@ -74,13 +74,14 @@ class Trial(NamedTuple):
     model: Model  # at the chosen beta
     scores: np.ndarray  # `(Q, betas)`
     betas: np.ndarray
+    chosen: int  # which beta
     counts: Array  # of the table that the candidate implies
     rows: Any = slice(None)  # the queries that were scored
 
     @property
     def each(self) -> np.ndarray:
         """The score of each query at the chosen beta."""
-        return self.scores[:, chosen_beta(self.scores)]
+        return self.scores[:, self.chosen]
 
     @property
     def best(self) -> float:
@@ -88,13 +89,10 @@ class Trial(NamedTuple):
         return float(self.each.mean())
 
 
-def chosen_beta(scores: np.ndarray) -> int:
-    """The first beta whose score is within a standard error of the best score.
+def chosen_beta(scores: np.ndarray, doubt: np.ndarray) -> int:
+    """The beta of least doubt whose score is within a standard error of the best score.
 
-    Scores are `(Q, betas)`, betas ascend; the rule is of Breiman et al. 1984.
-
-    A sharp posterior costs nothing under a table that hardly depends on the memory:
-    where the scores do not tell betas apart, the posterior stays flat.
+    Scores are `(Q, betas)`, doubts `(betas,)`; the rule is of Breiman et al. 1984.
     """
     means = scores.mean(0)
     best = int(means.argmax())
@@ -104,7 +102,7 @@ def chosen_beta(scores: np.ndarray) -> int:
         behind = scores[:, [best]] - scores
         error = behind.std(0) / len(scores) ** 0.5
         near = behind.mean(0) <= error
-    return int(near.argmax())
+    return int(np.where(near, doubt, np.inf).argmin())
 
 
 @jax.jit
@@ -188,11 +186,19 @@ def judged(
 
 
 def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -> Trial:
-    """The trial of a similarity, its model at the beta of the best score."""
-    means = np.asarray(scores, np.float64)
+    """The trial of a similarity, its model at the chosen beta.
+
+    A likelihood is the posterior at beta 1, and stays as near to it as the scores
+    allow. A sharp posterior of another similarity costs nothing under a table that
+    hardly depends on the memory: where the scores do not tell betas apart, it stays
+    flat.
+    """
+    values, means = (np.asarray(x, np.float64) for x in (betas, scores))
     means = np.where(np.isnan(means), -np.inf, means)
-    model = Model(similarity, Softmax(), beta=betas[chosen_beta(means)])
-    return Trial(model, means, np.asarray(betas), counts)
+    likely = isinstance(similarity.kernel, LikelihoodKernel)
+    chosen = chosen_beta(means, np.abs(np.log(values)) if likely else values)
+    model = Model(similarity, Softmax(), beta=betas[chosen])
+    return Trial(model, means, np.asarray(betas), chosen, counts)
 
 
 def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:

@@ -28,6 +28,7 @@ from uhop_jax.similarity import Similarity
 LEADING = 16  # memories of largest posterior that are looked at one by one
 SETTLED = 2e-3  # change of the shares of all counts at which a table has settled
 ENTRIES = 2**23  # most features of a block of memories
+LOGITS = 2**40  # most logits of a block of memories
 
 
 class Folded(NamedTuple):
@@ -181,7 +182,7 @@ def leading_by_similarity(
 
 def _leading(logits, number, rows, betas, size) -> Leading:
     """The leading memories of `logits(first, size)`, block by block."""
-    size = min(size, number)
+    size = min(size, number, max(1, LOGITS // math.prod(rows)))
     k = min(LEADING, number)
 
     def add(carry: Leading, first: Array) -> tuple[Leading, None]:

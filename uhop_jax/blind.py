@@ -67,8 +67,9 @@ class BlindCalibration(Pytree):
       scores: `(candidates, betas)`, the predictive likelihood of each candidate: how
         much more likely, in nats a query, it makes components that it has not seen than
         the shares of values among other queries do. It is `-inf` where a posterior
-        claims more about the memory than it predicts. The model has the first beta
-        whose score is within a standard error of the best.
+        claims more about the memory than it predicts. Of the betas whose score
+        is within a standard error of the best, a likelihood has the one nearest to 1,
+        another similarity the smallest.
       betas: `(candidates, betas)`; NaN beyond the betas of a candidate.
       advantage: mean score of the chosen model less the score of its rival.
       standard_error: standard error of `advantage`, over queries.

@@ -12,12 +12,13 @@ from uhop_jax import records
 from uhop_jax.blind import BlindCalibration, calibrate_blind, fixed_similarities
 from uhop_jax.experiments import figures
 from uhop_jax.experiments.cells import SCORED, TUNING, Cell, Study, base_row
-from uhop_jax.experiments.methods import BLIND
+from uhop_jax.experiments.methods import BLIND, LIMIT
 from uhop_jax.experiments.reliability import Reliability
 from uhop_jax.experiments.rivals import RIVALS, rival_scores
 from uhop_jax.likelihood import fit_likelihood
 from uhop_jax.model import Model
 from uhop_jax.plotting import Panel
+from uhop_jax.posterior import posterior_mean
 from uhop_jax.retrieval import retrieve
 from uhop_jax.similarity import Cosine, Dot, Similarity
 from uhop_jax.transformations import image_transformations
@@ -121,6 +122,10 @@ def blind_cell(study: Study, cell: Cell, timed: Any) -> list[dict]:
                 rows.append(_row(*about, name, scores))
             scores = _scores(known, memories, query, target) | trusted
             rows.append(_row(*about, KNOWN, scores))
+            if hasattr(corruption.function, "log_likelihood"):
+                law = corruption.function
+                mean = timed("limit", posterior_mean, law, memories, query)
+                rows.append(_row(*about, LIMIT, _error(mean, memories[target])))
             result = timed(
                 "blind", calibrate_blind, memories, query, transformations=moves
             )
@@ -186,13 +191,14 @@ def _errors(
 def _scores(model: Model, memories: Array, query: Array, target: np.ndarray) -> dict:
     """Error and top-1 of a model, with its beta."""
     result = retrieve(model, memories, query)
-    error = ((result.state - memories[target]) ** 2).sum(-1).mean()
     right = np.asarray(result.weights.argmax(-1)) == target
-    return {
-        "error": float(error),
-        "top1": float(right.mean()),
-        "beta": float(np.asarray(model.beta)),
-    }
+    scores = {"top1": float(right.mean()), "beta": float(np.asarray(model.beta))}
+    return _error(result.state, memories[target]) | scores
+
+
+def _error(state: Array, truth: Array) -> dict:
+    """Mean over the queries of the sum of squared differences."""
+    return {"error": float(((state - truth) ** 2).sum(-1).mean())}
 
 
 class Beside(NamedTuple):
@@ -205,6 +211,8 @@ class Beside(NamedTuple):
       blind: error of blind calibration.
       known: error of the likelihood of the known corruption.
       similarity: name of the best fixed similarity.
+      limit: error of the posterior mean, which knows the law of the corruption; None
+        where the law has no closed form.
     """
 
     cell: Cell
@@ -213,6 +221,7 @@ class Beside(NamedTuple):
     blind: float
     known: float
     similarity: str
+    limit: float | None
 
     @property
     def loses(self) -> bool:
@@ -241,11 +250,13 @@ def besides(rows: Sequence[Mapping[str, Any]]) -> list[Beside]:
         _compared(rows), (*records.CELL, "queries")
     ).items():
         by_name = records.grouped(group, ("method",))
-        best, blind, known = (
-            float(np.mean([row["error"] for row in by_name[(name,)]])) for name in NAMES
-        )
-        similarity = by_name[(BEST,)][0]["setting"]
-        listed.append(Beside(Cell(*cell), Q, best, blind, known, similarity))
+        means = {
+            name: float(np.mean([row["error"] for row in lot]))
+            for (name,), lot in by_name.items()
+        }
+        best, blind, known = (means[name] for name in NAMES)
+        about = by_name[(BEST,)][0]["setting"], means.get(LIMIT)
+        listed.append(Beside(Cell(*cell), Q, best, blind, known, *about))
     return listed
 
 
@@ -283,7 +294,7 @@ def confidences(rows: Sequence[Mapping[str, Any]]) -> list[Confidence]:
 
 def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict]:
     """All records but those of fixed similarities: of each cell, the best is kept."""
-    others = (BLIND, KNOWN, *RIVALS)
+    others = (BLIND, KNOWN, LIMIT, *RIVALS)
     kept = [dict(row) for row in rows if row["method"] in others]
     fixed = [row for row in rows if row["method"] not in others]
     for _, group in records.grouped(fixed, (*records.CELL, "queries")).items():

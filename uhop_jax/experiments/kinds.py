@@ -126,6 +126,17 @@ class Inverted(Pytree):
     def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return Noise(self.scale, low=0.0, high=1.0)(key, 1 - patterns)
 
+    def log_likelihood(
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "Q d"],
+        *,
+        observed: None = None,
+    ) -> Float[Array, "Q M"]:
+        """`log p(query | memory)` up to a constant of the query."""
+        noise = Noise(self.scale, low=0.0, high=1.0)
+        return noise.log_likelihood(1 - memories, query, observed=observed)
+
 
 class Darkened(Pytree):
     """Darkens by `0.6 x^3`, adds Gaussian noise and clamps to `[0, 1]`.
@@ -138,6 +149,17 @@ class Darkened(Pytree):
 
     def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         return Noise(self.scale, low=0.0, high=1.0)(key, 0.6 * patterns**3)
+
+    def log_likelihood(
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "Q d"],
+        *,
+        observed: None = None,
+    ) -> Float[Array, "Q M"]:
+        """`log p(query | memory)` up to a constant of the query."""
+        noise = Noise(self.scale, low=0.0, high=1.0)
+        return noise.log_likelihood(0.6 * memories**3, query, observed=observed)
 
 
 class HiddenSquare(Pytree):
@@ -194,15 +216,18 @@ class Shift(Pytree):
     distance: int = dataclasses.field(metadata={"static": True})
     shape: Shape = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
+    def moved(self, patterns: Float[Array, "M d"]) -> Float[Array, "4 M d"]:
+        """The patterns after a move in each direction."""
         n, moves = self.distance, Shifts(self.distance, self.shape)
         # Places of the four directions among all shifts up to `n` pixels each way.
         side = 2 * n + 1
         ways = (n, 2 * n * side + n, n * side, n * side + 2 * n)
+        return jnp.stack([moves(jnp.asarray(way, jnp.int32), patterns) for way in ways])
+
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
         rows = patterns.reshape(-1, math.prod(self.shape))
-        moved = jnp.stack([moves(jnp.asarray(way, jnp.int32), rows) for way in ways])
         way = jax.random.randint(key, (len(rows),), 0, 4)
-        return moved[way, jnp.arange(len(rows))].reshape(patterns.shape)
+        return self.moved(rows)[way, jnp.arange(len(rows))].reshape(patterns.shape)
 
 
 class ShiftedNoise(Pytree):
@@ -220,6 +245,22 @@ class ShiftedNoise(Pytree):
         way, noise = jax.random.split(key)
         moved = Shift(_DISTANCE, self.shape)(way, patterns)
         return Noise(self.scale, low=0.0, high=1.0)(noise, moved)
+
+    def log_likelihood(
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "Q d"],
+        *,
+        observed: None = None,
+    ) -> Float[Array, "Q M"]:
+        """`log p(query | memory)` up to a constant: each direction has chance 1/4."""
+        noise = Noise(self.scale, low=0.0, high=1.0)
+
+        def one(moved: Array) -> Array:
+            return noise.log_likelihood(moved, query, observed=observed)
+
+        log_p = jax.lax.map(one, Shift(_DISTANCE, self.shape).moved(memories))
+        return jax.nn.logsumexp(log_p, axis=0) - math.log(4)
 
 
 class KnownMasks(Pytree):

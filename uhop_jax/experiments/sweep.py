@@ -157,4 +157,5 @@ def _run(
 
 def title_of(config: ConfigDict) -> str:
     """The title of a run, for table and figure."""
-    return f"{config.data.name}, {config.protocol} protocol, {config.runs} memory sets"
+    sets = f"{config.runs} memory set{'s' * (config.runs != 1)}"
+    return f"{config.data.name}, {config.protocol} protocol, {sets}"
