@@ -9,6 +9,7 @@ from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 import bag
+import blind
 import core
 import layers
 import peers_bags
@@ -48,6 +49,14 @@ def test_every_comparison_measures_its_members(benchmark, sizes, monkeypatch, ca
         assert row["ratio"] == 1 or row["name"] != row["baseline"]
     if any(row["median_ms"] == "" for row in rows):
         assert "not measured: pip install" in printed
+
+
+def test_blind_calibration_is_timed_with_its_peak_memory(capsys):
+    first, second = blind.at_scale(1, sizes=(40,))
+    assert first["median_ms"] > second["median_ms"] > 0  # the first call compiles
+    assert first["comparison"] == "blind calibration, M = Q = 40, d = 64"
+    peak = re.search(r"most memory of the process +(\d+) MiB", capsys.readouterr().out)
+    assert int(peak[1]) > 50
 
 
 def test_a_script_writes_its_table_and_figure(tmp_path, monkeypatch):
