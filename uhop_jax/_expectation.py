@@ -28,7 +28,7 @@ from uhop_jax.similarity import Similarity
 LEADING = 16  # memories of largest posterior that are looked at one by one
 SETTLED = 2e-3  # change of the shares of all counts at which a table has settled
 ENTRIES = 2**23  # most features of a block of memories
-LOGITS = 2**40  # most logits of a block of memories
+LOGITS = 2**24  # most logits of a block of memories
 
 
 class Folded(NamedTuple):
