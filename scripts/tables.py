@@ -178,7 +178,8 @@ def blind() -> str:
         head = [f"{title}, {sets} set{'s' * (sets > 1)} of 500"]
         for Q in numbers:
             head += [f"{Q} queries: best fixed similarity", "blind"]
-        text += ["", line(*head, "known corruption"), "|---" * (len(head) + 1) + "|"]
+        head += ["known corruption", "limit"]
+        text += ["", line(*head), "|---" * len(head) + "|"]
         largest = [beside for beside in listed if beside.cell.memories == 500]
         for cell in dict.fromkeys(beside.cell for beside in largest):
             group = [beside for beside in largest if beside.cell == cell]
@@ -186,7 +187,9 @@ def blind() -> str:
             for beside in group:
                 best = f"{beside.similarity} {shown(beside.best)}"
                 entries += [best, shown(beside.blind)]
-            text.append(line(*entries, shown(group[-1].known)))
+            limit = group[-1].limit
+            entries += [shown(group[-1].known), "" if limit is None else shown(limit)]
+            text.append(line(*entries))
         lost = [str(beside) for beside in listed if beside.loses]
         near = [x for x in listed if x.queries == numbers[-1] and x.independent]
         known = confidences(rows)
@@ -204,6 +207,13 @@ def blind() -> str:
             f"own ones with an AUROC that is {ahead:.3f} above the AUROC of the "
             "largest cosine in the median over the cells.",
         ]
+        if moved := [
+            f"{x.blind:.2g} where the limit is {x.limit:.2g} ({x.cell.memories} "
+            f"memories, {x.queries} queries)"
+            for x in listed
+            if x.cell.kind == "shift_noise" and x.limit is not None
+        ]:
+            text += ["", f"{title}, noise after a shift: {'; '.join(moved)}."]
         if lost:
             text += ["", f"{title}, cells that lose (blind, best fixed, known):", ""]
             text += [f"- {beside}" for beside in lost]
