@@ -9,7 +9,7 @@ import pytest
 from conftest import assert_close, every_dtype
 
 import uhop_jax as uhop
-from uhop_jax import _expectation, data
+from uhop_jax import _blind_trials, _expectation, data
 from uhop_jax._blind_trials import (
     Problem,
     _trial,
@@ -137,6 +137,25 @@ def test_transformations_undo_what_moves_components(digits):
     assert_close(weights[jnp.asarray([1, 3, 5, 7])], np.full(4, 0.25), floor=0.08)
     plain = uhop.calibrate_blind(digits, query)
     assert error(plain.model, digits, query, target) > 1
+
+
+def test_transformations_without_an_advantage_are_given_up_early(digits, monkeypatch):
+    """The first part of the queries tells: one maximisation, not four."""
+    query, _ = queries_of(digits, uhop.Noise(0.4))
+    maximised, calls = _blind_trials.maximised, []
+
+    def counting(*args, groups=1, **options):
+        calls.append(groups)
+        return maximised(*args, groups=groups, **options)
+
+    monkeypatch.setattr(_blind_trials, "maximised", counting)
+    options = {"transformations": Shifts(1, SHAPE)}
+    calibration = uhop.calibrate_blind(digits, query, **options)
+    assert calls == [1] * 4 + [9]
+    assert MOVED not in calibration.names and len(calibration.scores) == 8
+    plain = uhop.calibrate_blind(digits, query)
+    assert (calibration.name, calibration.names) == (plain.name, plain.names)
+    np.testing.assert_array_equal(calibration.scores, plain.scores)
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ SHARPNESS = (0.3, 300.0, 12)  # of fixed similarities, as in `beta_grid`
 BETAS = tuple(2.0**n for n in range(-6, 3))  # of the likelihood
 CLAIMED = 0.5  # share of what a posterior claims that it must predict
 LEAST = 20  # queries that are learned from, if there are as many
+CERTAIN = 3.0  # standard errors by which a difference is certain
 
 
 class Problem(NamedTuple):
@@ -87,6 +88,21 @@ class Trial(NamedTuple):
     def best(self) -> float:
         """The mean score at the chosen beta."""
         return float(self.each.mean())
+
+    def ahead_of(self, other: "Trial") -> tuple[float, float]:
+        """Mean difference of the scores, and its standard error.
+
+        One of the trials at most has scored a sample of the queries.
+        """
+        shared = other.rows if isinstance(self.rows, slice) else self.rows
+        first, second = (
+            trial.each[shared] if isinstance(trial.rows, slice) else trial.each
+            for trial in (self, other)
+        )
+        if other.best == -np.inf:  # it gave NaN
+            return np.inf, 0.0
+        difference = first - second
+        return float(difference.mean()), float(difference.std() / difference.size**0.5)
 
 
 def chosen_beta(scores: np.ndarray, doubt: np.ndarray) -> int:
@@ -245,26 +261,40 @@ def _betas(
 
 def learned_trial(problem: Problem, start: Array) -> Trial:
     """The trial of a likelihood learned from the counts of a table."""
-    folded = problem.interleaved, problem.strips
-    scores, betas, counts, _ = _maximised(*folded, problem.parts, start, ITERATIONS)
+    options = {"rank": RANK, "iterations": ITERATIONS}
+    counts, _ = maximised(problem.interleaved, start, **options)
+    about = problem.interleaved, problem.strips, start, _common(problem), options
+    scores = _together([_of_part(*about, number) for number in range(problem.parts)])
+    betas = jnp.asarray(BETAS, start.dtype)
     return _trial(Dot(_kernel(problem, counts)), scores, betas, counts)
 
 
 def moved_trial(
-    problem: Problem, start: Array, transformations: Transformations
-) -> Trial:
-    """The trial of a likelihood over transformed memories, from some queries."""
+    problem: Problem, start: Array, transformations: Transformations, rival: Trial
+) -> Trial | None:
+    """The trial of a likelihood over transformed memories, from some queries.
+
+    It is None where the likelihood does not predict the first part of the queries
+    better than its rival does, by a standard error.
+    """
     templates = _templates(problem.memories, problem.edges, transformations)
     rows = even_sample(len(problem.queries), int(WORK / templates.size), problem.parts)
-    folded = _folded(templates, problem.query_bins[rows])
-    scores, betas, counts, log_weights = _maximised(
-        *folded, problem.parts, start, FEWER, transformations.number
-    )
+    interleaved, strips = _folded(templates, problem.query_bins[rows])
+    options = {"rank": RANK, "iterations": FEWER, "groups": transformations.number}
+    about = interleaved, strips, start, _common(problem), options
+    first = _of_part(*about, 0)
+    seen = np.asarray(first[0], np.float64)
+    advantage = seen[:, seen.mean(0).argmax()] - rival.each[rows][:: problem.parts]
+    if not advantage.mean() > advantage.std() / len(advantage) ** 0.5:
+        return None
+    others = [_of_part(*about, number) for number in range(1, problem.parts)]
+    counts, log_weights = maximised(interleaved, start, **options)
     similarity = Transformed(
         _kernel(problem, counts),
         transformations=transformations,
         log_weights=log_weights,
     )
+    betas, scores = jnp.asarray(BETAS, start.dtype), _together([first, *others])
     return _trial(similarity, scores, betas, counts)._replace(rows=rows)
 
 
@@ -276,38 +306,39 @@ def likelihood_of(problem: Problem, trial: Trial) -> Similarity:
     return Dot(_kernel(problem, trial.counts))
 
 
-def _maximised(
+def _common(problem: Problem) -> Array:
+    """The shares of bins by part of the queries."""
+    dtype = problem.edges.dtype
+    return shares(problem.strips.queries, BINS, dtype, parts=problem.parts)
+
+
+def _of_part(
     interleaved: Folded,
     strips: Folded,
-    parts: int,
     start: Array,
-    iterations: int,
-    groups: int = 1,
-) -> tuple[Array, Array, Array, Array]:
-    """Scores of a likelihood, betas, counts of its table, log-weights of its groups.
+    common: Array,
+    options: dict,
+    number: int,
+) -> tuple[Array, Array]:
+    """Scores of a part of the queries under the table of the others, and narrowing."""
+    parts, betas = len(common), jnp.asarray(BETAS, start.dtype)
+    other = np.arange(len(strips.queries)) % parts != number
+    others = interleaved._replace(queries=interleaved.queries[other])
+    counts, log_weights = maximised(others, start, **options)
+    part = strips._replace(queries=strips.queries[number::parts])
+    prior = jnp.repeat(log_weights, len(strips.templates) // log_weights.size)
+    leading = leading_by_likelihood(part, counts, prior, betas, rank=RANK)
+    about = common[number][None], probabilities(counts)[None]
+    return predictive(part, leading, betas, *about), narrowed(leading, betas, prior)
 
-    Each part of the queries is scored by the table of the other parts. The table that
-    is returned is of all queries.
-    """
-    betas = jnp.asarray(BETAS, start.dtype)
-    options = {"rank": RANK, "iterations": iterations, "groups": groups}
-    size = interleaved.templates.shape[0] // groups
-    part = np.arange(len(strips.queries)) % parts
-    common = shares(strips.queries, BINS, start.dtype, parts=parts)
-    scores = np.zeros((len(part), len(BETAS)), start.dtype)
-    narrowing = np.zeros_like(scores)
-    for number in range(parts):
-        inside = part == number
-        others = interleaved._replace(queries=interleaved.queries[~inside])
-        counts, log_weights = maximised(others, start, **options)
-        held_out = strips._replace(queries=strips.queries[inside])
-        prior = jnp.repeat(log_weights, size)
-        leading = leading_by_likelihood(held_out, counts, prior, betas, rank=RANK)
-        about = common[number][None], probabilities(counts)[None]
-        scores[inside] = predictive(held_out, leading, betas, *about)
-        narrowing[inside] = narrowed(leading, betas, prior)
-    left = supported(jnp.asarray(scores), jnp.asarray(narrowing))
-    return left, betas, *maximised(interleaved, start, **options)
+
+def _together(parts: list[tuple[Array, Array]]) -> Array:
+    """Scores of all queries from those of their parts, less what is not supported."""
+    number = sum(len(scores) for scores, _ in parts)
+    both = np.zeros((2, number, len(BETAS)), parts[0][0].dtype)
+    for part, (scores, narrowing) in enumerate(parts):
+        both[:, part :: len(parts)] = scores, narrowing
+    return supported(*jnp.asarray(both))
 
 
 def _kernel(problem: Problem, counts: Array) -> LikelihoodKernel:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from uhop_jax._blind_trials import (
+    CERTAIN,
     Problem,
     Trial,
     even_sample,
@@ -54,7 +55,6 @@ from uhop_jax.transformations import Transformations, check_transformations
 LEARNED, MOVED = "blind likelihood", "blind likelihood over transformations"
 VALUES = 1_000_000  # about how many component values of queries are learned from
 TEMPLATES = 2**31  # most bytes of transformed memories
-CERTAIN = 3.0  # standard errors by which a difference is certain
 WORK = 1e10  # about how many pairs of components of queries and memories
 MOST = 2000  # queries that are learned from
 
@@ -176,8 +176,9 @@ def calibrate_blind(
         more than a million values, an even sample of them is learned from.
       observed: true for the known components of the queries.
       transformations: maps of patterns by which queries may differ from memories, such
-        as `image_transformations((28, 28, 1))`; the likelihood over them is one more
-        candidate.
+        as `image_transformations((28, 28, 1))`. The likelihood over them is one more
+        candidate, unless the first part of the queries shows no advantage over the best
+        of the others. It has many weights: it is chosen where it is ahead for certain.
       candidates: fixed similarities to try by name; None is `fixed_similarities`.
 
     Returns:
@@ -202,20 +203,25 @@ def calibrate_blind(
     trials: dict[str, Trial] = {}
     for name, similarity in candidates.items():
         trials[name] = fixed_trial(problem, similarity)
-    starts = *trials.values(), inverted_trial(problem)
-    start = max(starts, key=lambda trial: trial.best)
-    if start.best == -np.inf:
+    if max(trial.best for trial in trials.values()) == -np.inf:
         raise ValueError(
             "every candidate gave NaN: memories or queries are too large or too small "
             f"for {memories.dtype}, up to {float(jnp.abs(memories).max()):.3g} and "
             f"{float(jnp.abs(queries).max()):.3g}"
         )
+    starts = *trials.values(), inverted_trial(problem)
+    start = max(starts, key=lambda trial: trial.best)
     trials[LEARNED] = learned_trial(problem, start.counts)
-    if transformations is not None:
-        trials[MOVED] = moved_trial(problem, trials[LEARNED].counts, transformations)
-
     name, rival = _chosen(trials)
-    advantage, error = _ahead(trials[name], trials[rival])
+    if transformations is not None:
+        counts = trials[LEARNED].counts
+        moved = moved_trial(problem, counts, transformations, trials[name])
+        if moved is not None:
+            trials[MOVED] = moved
+            advantage, error = moved.ahead_of(trials[name])
+            if advantage > CERTAIN * error:
+                name, rival = MOVED, name
+    advantage, error = trials[name].ahead_of(trials[rival])
     model = trials[name].model
     implied = likelihood_of(problem, trials[name])
 
@@ -262,36 +268,12 @@ def fixed_similarities(
     }
 
 
-def _ahead(one: Trial, other: Trial) -> tuple[float, float]:
-    """Mean difference of the scores of two trials, and its standard error.
-
-    One of the trials at most has scored a sample of the queries.
-    """
-    shared = other.rows if isinstance(one.rows, slice) else one.rows
-    first, second = (
-        trial.each[shared] if isinstance(trial.rows, slice) else trial.each
-        for trial in (one, other)
-    )
-    if other.best == -np.inf:  # it gave NaN
-        return np.inf, 0.0
-    difference = first - second
-    return float(difference.mean()), float(difference.std() / difference.size**0.5)
-
-
 def _chosen(trials: dict[str, Trial]) -> tuple[str, str]:
-    """The candidate of the best score, and the best candidate of another kind.
-
-    Transformations have many weights: they are chosen where they are ahead for certain.
-    """
-    by_kind: dict[str, str] = {}
+    """The candidate of the best score, and the best of the other kind."""
+    by_kind: dict[bool, str] = {}
     for name in sorted(trials, key=lambda name: trials[name].best):
-        by_kind[name if name in (LEARNED, MOVED) else "fixed"] = name
-    moved = by_kind.pop(MOVED, None)
+        by_kind[name == LEARNED] = name
     rival, name = sorted(by_kind.values(), key=lambda name: trials[name].best)
-    if moved is not None:
-        advantage, error = _ahead(trials[moved], trials[name])
-        if advantage > CERTAIN * error:
-            return moved, name
     return name, rival
 
 
