@@ -177,14 +177,17 @@ def main(doc: str, name: str, benchmarks: Sequence[Benchmark]) -> None:
         for benchmark in benchmarks:
             rows += [row | about for row in benchmark(options.rounds)]
             records.write_csv(path, rows)  # in case a later benchmark fails
-    figure = path.with_suffix(".png")
+    written = [path, printed]
     title = "{processor}, {vectors}, {cores} cores".format_map(about)
-    draw(figure, rows, title)
-    print(f"\nwritten: {path}, {printed}, {figure}")
+    if draw(path.with_suffix(".png"), rows, title):
+        written.append(path.with_suffix(".png"))
+    print(f"\nwritten: {', '.join(map(str, written))}")
 
 
-def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> bool:
     """Draws ratios to the baseline as bars, a panel for each kind of comparison.
+
+    Returns whether there were any.
 
     Comparisons whose names begin with the same words, up to the first comma, share a
     panel. The words that all names of a panel have in common are its title; the rest of
@@ -218,3 +221,4 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         parts.append(plotting.Comparison(about, groups, xlabel, origin=1.0))
     if parts:
         plotting.comparisons(path, parts, title=title)
+    return bool(parts)

@@ -1,5 +1,6 @@
 """Corruptions of the authors' code, and corruptions that treat an image as a whole."""
 
+import abc
 import dataclasses
 import math
 from typing import Any
@@ -114,52 +115,58 @@ class SaltAndPepper(Pytree):
         return jnp.where(hit, ends.astype(patterns.dtype), patterns)
 
 
-class Inverted(Pytree):
+class _NoiseAfter(Pytree, abc.ABC):
+    """Maps patterns, then adds Gaussian noise and clamps to `[0, 1]`.
+
+    Attributes:
+      scale: standard deviation of the noise of each component.
+    """
+
+    scale: ArrayLike = 0.5
+
+    @abc.abstractmethod
+    def mapped(self, patterns: Patterns) -> Patterns:
+        """The patterns before the noise."""
+
+    @property
+    def _noise(self) -> Noise:
+        return Noise(self.scale, low=0.0, high=1.0)
+
+    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
+        return self._noise(key, self.mapped(patterns))
+
+    def log_likelihood(
+        self,
+        memories: Float[Array, "M d"],
+        query: Float[Array, "Q d"],
+        *,
+        observed: None = None,
+    ) -> Float[Array, "Q M"]:
+        """`log p(query | memory)` up to a constant of the query."""
+        memories = self.mapped(memories)
+        return self._noise.log_likelihood(memories, query, observed=observed)
+
+
+class Inverted(_NoiseAfter):
     """Inverts the contrast, adds Gaussian noise and clamps to `[0, 1]`.
 
     Attributes:
       scale: standard deviation of the noise of each component.
     """
 
-    scale: ArrayLike = 0.5
-
-    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
-        return Noise(self.scale, low=0.0, high=1.0)(key, 1 - patterns)
-
-    def log_likelihood(
-        self,
-        memories: Float[Array, "M d"],
-        query: Float[Array, "Q d"],
-        *,
-        observed: None = None,
-    ) -> Float[Array, "Q M"]:
-        """`log p(query | memory)` up to a constant of the query."""
-        noise = Noise(self.scale, low=0.0, high=1.0)
-        return noise.log_likelihood(1 - memories, query, observed=observed)
+    def mapped(self, patterns: Patterns) -> Patterns:
+        return 1 - patterns
 
 
-class Darkened(Pytree):
+class Darkened(_NoiseAfter):
     """Darkens by `0.6 x^3`, adds Gaussian noise and clamps to `[0, 1]`.
 
     Attributes:
       scale: standard deviation of the noise of each component.
     """
 
-    scale: ArrayLike = 0.5
-
-    def __call__(self, key: PRNGKeyArray, patterns: Patterns) -> Patterns:
-        return Noise(self.scale, low=0.0, high=1.0)(key, 0.6 * patterns**3)
-
-    def log_likelihood(
-        self,
-        memories: Float[Array, "M d"],
-        query: Float[Array, "Q d"],
-        *,
-        observed: None = None,
-    ) -> Float[Array, "Q M"]:
-        """`log p(query | memory)` up to a constant of the query."""
-        noise = Noise(self.scale, low=0.0, high=1.0)
-        return noise.log_likelihood(0.6 * memories**3, query, observed=observed)
+    def mapped(self, patterns: Patterns) -> Patterns:
+        return 0.6 * patterns**3
 
 
 class HiddenSquare(Pytree):
