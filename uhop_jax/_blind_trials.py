@@ -1,19 +1,18 @@
 """The candidates of blind calibration, each scored by its predictive likelihood."""
 
-import functools
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from uhop_jax._blind_scores import chosen_beta, judged, narrowed, supported
 from uhop_jax._expectation import (
     Folded,
-    Leading,
-    counted,
+    Tabulate,
     fold,
     leading_by_likelihood,
     leading_by_similarity,
@@ -22,13 +21,20 @@ from uhop_jax._expectation import (
     shares,
 )
 from uhop_jax.kernels import LikelihoodKernel, bins
-from uhop_jax.likelihood import BINS, edges_of, factors, probabilities
+from uhop_jax.likelihood import (
+    BINS,
+    edges_of,
+    factors,
+    probabilities,
+    smooth_probabilities,
+)
 from uhop_jax.model import Model
 from uhop_jax.separation import Softmax
 from uhop_jax.similarity import Cosine, Dot, Similarity
 from uhop_jax.transformations import Transformations, Transformed
 from uhop_jax.trials import beta_grid
 
+TABLES = probabilities, smooth_probabilities  # kinds, for many counts and for few
 RANK = 12  # of the table
 ITERATIONS, FEWER = 30, 8  # of maximisation, at most; fewer over transformations
 INTERLEAVED = 8  # folds of the maximisation: components at random
@@ -38,7 +44,6 @@ WORK = 1e9  # about how many pairs of components of queries and transformed memo
 SPREAD = 1000  # memories whose overlaps have the spread that betas are relative to
 SHARPNESS = (0.3, 300.0, 12)  # of fixed similarities, as in `beta_grid`
 BETAS = tuple(2.0**n for n in range(-6, 3))  # of the likelihood
-CLAIMED = 0.5  # share of what a posterior claims that it must predict
 LEAST = 20  # queries that are learned from, if there are as many
 CERTAIN = 3.0  # standard errors by which a difference is certain
 
@@ -77,6 +82,7 @@ class Trial(NamedTuple):
     betas: np.ndarray
     chosen: int  # which beta
     counts: Array  # of the table that the candidate implies
+    tabulate: Tabulate  # which makes probabilities of the counts
     rows: Any = slice(None)  # the queries that were scored
 
     @property
@@ -105,103 +111,18 @@ class Trial(NamedTuple):
         return float(difference.mean()), float(difference.std() / difference.size**0.5)
 
 
-def chosen_beta(scores: np.ndarray, doubt: np.ndarray) -> int:
-    """The beta of least doubt whose score is within a standard error of the best score.
-
-    Scores are `(Q, betas)`, doubts `(betas,)`; the rule is of Breiman et al. 1984.
-    """
-    means = scores.mean(0)
-    best = int(means.argmax())
-    if means[best] == -np.inf:
-        return best
-    with np.errstate(invalid="ignore"):
-        behind = scores[:, [best]] - scores
-        error = behind.std(0) / len(scores) ** 0.5
-        near = behind.mean(0) <= error
-    return int(np.where(near, doubt, np.inf).argmin())
+def _better(trial: Callable[[Tabulate], Trial]) -> Trial:
+    """The trial with the kind of table by which it predicts better."""
+    return max(map(trial, TABLES), key=lambda trial: trial.best)
 
 
-@jax.jit
-def narrowed(
-    leading: Leading, betas: Float[Array, " B"], log_prior: Float[Array, " N"]
-) -> Float[Array, "Q B"]:
-    """By how many nats posteriors narrow the memories down, a mean over the folds.
-
-    It is the divergence from the prior. Memories that are not among the leading ones
-    share what is left.
-    """
-    prior = jax.nn.log_softmax(log_prior)[leading.places]
-    tiny = float(jnp.finfo(prior.dtype).tiny)
-    others = jnp.maximum(1 - jnp.exp(prior).sum(-1), tiny)
-
-    def at(row: tuple[Array, Array]) -> Array:
-        beta, total = row
-        log_p = beta * leading.logits - total[..., None]
-        p = jnp.exp(log_p)
-        told = jnp.where(p > 0, p * (log_p - prior), 0.0).sum(-1)
-        rest = jnp.maximum(1 - p.sum(-1), 0.0)
-        return (told + rest * jnp.log(jnp.maximum(rest, tiny) / others)).mean(0)
-
-    return lax.map(at, (betas, jnp.moveaxis(leading.total, -1, 0))).T
-
-
-@jax.jit
-def supported(
-    scores: Float[Array, "Q B"], narrowing: Float[Array, "Q B"]
-) -> Float[Array, "Q B"]:
-    """Scores, `-inf` at betas whose posterior claims more than it predicts.
-
-    If components are independent given their memory, what three quarters of them tell
-    about the fourth is of the size of what they tell about the memory, unless that is
-    next to nothing. A posterior that narrows the memories down by some nats and
-    predicts less than half of them, by two standard errors, is sure for no reason: if a
-    table says nothing, hardly any beta is worse than another. Where no beta is left,
-    the flattest is.
-    """
-    error = scores.std(0) / math.sqrt(len(scores))
-    kept = scores.mean(0) + 2 * error >= CLAIMED * narrowing.mean(0)
-    first = ~kept.any() & (jnp.arange(kept.size) == 0)
-    return jnp.where((kept | first)[None], scores, -jnp.inf)
-
-
-@functools.partial(jax.jit, static_argnames="rounds")
-def judged(
-    data: Folded,
-    leading: Leading,
-    betas: Float[Array, " B"],
-    common: Float[Array, "P K1"],
-    narrowing: Float[Array, "Q B"],
-    *,
-    rounds: int = 3,
-) -> tuple[Float[Array, "Q B"], Float[Array, "K K"]]:
-    """The predictive likelihood of posteriors at each beta, under their best tables.
-
-    Each part of the queries is judged by the table of the other parts. Tables and beta
-    are improved in turn, among the betas that `supported` leaves. The counts of the
-    table of all parts are returned too.
-    """
-
-    def others(counts: Array) -> Array:
-        return jax.vmap(probabilities)(counts.sum(0)[None] - counts)
-
-    def improve(counts: Array, _: None) -> tuple[Array, None]:
-        tables = others(counts)
-        best = jnp.argmax(judge(tables).mean(0))
-        total = leading.total[..., best]
-        return counted(data, leading, betas[best], total, common, tables)[0], None
-
-    def judge(tables: Array) -> Array:
-        scores = predictive(data, leading, betas, common, tables)
-        return supported(scores, narrowing)
-
-    middle = betas.size // 2
-    total = leading.total[..., middle]
-    first, _ = counted(data, leading, betas[middle], total, common)
-    last: Array = lax.scan(improve, first, None, length=rounds)[0]
-    return judge(others(last)), last.sum(0)
-
-
-def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -> Trial:
+def _trial(
+    similarity: Similarity,
+    scores: Array,
+    betas: Array,
+    counts: Array,
+    tabulate: Tabulate,
+) -> Trial:
     """The trial of a similarity, its model at the chosen beta.
 
     A likelihood is the posterior at beta 1, and stays as near to it as the scores
@@ -214,7 +135,7 @@ def _trial(similarity: Similarity, scores: Array, betas: Array, counts: Array) -
     likely = isinstance(similarity.kernel, LikelihoodKernel)
     chosen = chosen_beta(means, np.abs(np.log(values)) if likely else values)
     model = Model(similarity, Softmax(), beta=betas[chosen])
-    return Trial(model, means, np.asarray(betas), chosen, counts)
+    return Trial(model, means, np.asarray(betas), chosen, counts, tabulate)
 
 
 def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
@@ -229,8 +150,13 @@ def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
     queries = problem.strips.queries
     common = shares(queries, BINS, betas.dtype, parts=problem.parts)
     narrowing = narrowed(leading, betas, jnp.zeros(len(memories), betas.dtype))
-    scores, counts = judged(problem.strips, leading, betas, common, narrowing)
-    return _trial(similarity, scores, betas, counts)
+    about = problem.strips, leading, betas, common, narrowing
+
+    def trial(tabulate: Tabulate) -> Trial:
+        scores, counts = judged(*about, tabulate=tabulate)
+        return _trial(similarity, scores, betas, counts, tabulate)
+
+    return _better(trial)
 
 
 def inverted_trial(problem: Problem) -> Trial:
@@ -261,16 +187,21 @@ def _betas(
 
 def learned_trial(problem: Problem, start: Array) -> Trial:
     """The trial of a likelihood learned from the counts of a table."""
-    options = {"rank": RANK, "iterations": ITERATIONS}
-    counts, _ = maximised(problem.interleaved, start, **options)
-    about = problem.interleaved, problem.strips, start, _common(problem), options
-    scores = _together([_of_part(*about, number) for number in range(problem.parts)])
     betas = jnp.asarray(BETAS, start.dtype)
-    return _trial(Dot(_kernel(problem, counts)), scores, betas, counts)
+
+    def trial(tabulate: Tabulate) -> Trial:
+        options = {"tabulate": tabulate, "rank": RANK, "iterations": ITERATIONS}
+        counts, _ = maximised(problem.interleaved, start, **options)
+        about = problem.interleaved, problem.strips, start, _common(problem), options
+        scores = _together([_of_part(*about, part) for part in range(problem.parts)])
+        similarity = Dot(_kernel(problem, counts, tabulate))
+        return _trial(similarity, scores, betas, counts, tabulate)
+
+    return _better(trial)
 
 
 def moved_trial(
-    problem: Problem, start: Array, transformations: Transformations, rival: Trial
+    problem: Problem, start: Trial, transformations: Transformations, rival: Trial
 ) -> Trial | None:
     """The trial of a likelihood over transformed memories, from some queries.
 
@@ -280,22 +211,25 @@ def moved_trial(
     templates = _templates(problem.memories, problem.edges, transformations)
     rows = even_sample(len(problem.queries), int(WORK / templates.size), problem.parts)
     interleaved, strips = _folded(templates, problem.query_bins[rows])
-    options = {"rank": RANK, "iterations": FEWER, "groups": transformations.number}
-    about = interleaved, strips, start, _common(problem), options
+    options = {"tabulate": start.tabulate, "rank": RANK, "iterations": FEWER}
+    options["groups"] = transformations.number
+    about = interleaved, strips, start.counts, _common(problem), options
     first = _of_part(*about, 0)
     seen = np.asarray(first[0], np.float64)
     advantage = seen[:, seen.mean(0).argmax()] - rival.each[rows][:: problem.parts]
     if not advantage.mean() > advantage.std() / len(advantage) ** 0.5:
         return None
     others = [_of_part(*about, number) for number in range(1, problem.parts)]
-    counts, log_weights = maximised(interleaved, start, **options)
+    counts, log_weights = maximised(interleaved, start.counts, **options)
     similarity = Transformed(
-        _kernel(problem, counts),
+        _kernel(problem, counts, start.tabulate),
         transformations=transformations,
         log_weights=log_weights,
     )
-    betas, scores = jnp.asarray(BETAS, start.dtype), _together([first, *others])
-    return _trial(similarity, scores, betas, counts)._replace(rows=rows)
+    scores = _together([first, *others])
+    betas = jnp.asarray(BETAS, scores.dtype)
+    trial = _trial(similarity, scores, betas, counts, start.tabulate)
+    return trial._replace(rows=rows)
 
 
 def likelihood_of(problem: Problem, trial: Trial) -> Similarity:
@@ -303,7 +237,7 @@ def likelihood_of(problem: Problem, trial: Trial) -> Similarity:
     similarity = trial.model.similarity
     if isinstance(similarity.kernel, LikelihoodKernel):
         return similarity
-    return Dot(_kernel(problem, trial.counts))
+    return Dot(_kernel(problem, trial.counts, trial.tabulate))
 
 
 def _common(problem: Problem) -> Array:
@@ -327,8 +261,11 @@ def _of_part(
     counts, log_weights = maximised(others, start, **options)
     part = strips._replace(queries=strips.queries[number::parts])
     prior = jnp.repeat(log_weights, len(strips.templates) // log_weights.size)
-    leading = leading_by_likelihood(part, counts, prior, betas, rank=RANK)
-    about = common[number][None], probabilities(counts)[None]
+    tabulate = options["tabulate"]
+    leading = leading_by_likelihood(
+        part, counts, prior, betas, tabulate=tabulate, rank=RANK
+    )
+    about = common[number][None], tabulate(counts)[None]
     return predictive(part, leading, betas, *about), narrowed(leading, betas, prior)
 
 
@@ -341,9 +278,9 @@ def _together(parts: list[tuple[Array, Array]]) -> Array:
     return supported(*jnp.asarray(both))
 
 
-def _kernel(problem: Problem, counts: Array) -> LikelihoodKernel:
+def _kernel(problem: Problem, counts: Array, tabulate: Tabulate) -> LikelihoodKernel:
     """The kernel of a table of counts."""
-    memory_table, query_table = factors(counts)
+    memory_table, query_table = factors(counts, tabulate)
     d = problem.memories.shape[1]
     return LikelihoodKernel(memory_table, query_table, problem.edges, d).cut(RANK)
 

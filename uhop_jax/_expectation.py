@@ -13,6 +13,7 @@ compares posteriors of any similarity, at any inverse temperature.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +23,10 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from uhop_jax._products import contract
 from uhop_jax.kernels import Centering
-from uhop_jax.likelihood import factors, probabilities
+from uhop_jax.likelihood import factors
 from uhop_jax.similarity import Similarity
+
+Tabulate = Callable[[Array], Array]  # from counts to the probabilities of a table
 
 LEADING = 16  # memories of largest posterior that are looked at one by one
 SETTLED = 2e-3  # change of the shares of all counts at which a table has settled
@@ -105,18 +108,20 @@ def shares(
     return jnp.pad(counts, ((0, 0), (0, 1)), constant_values=1.0)
 
 
-@functools.partial(jax.jit, static_argnames="rank")
+@functools.partial(jax.jit, static_argnames=("tabulate", "rank"))
 def leading_by_likelihood(
     data: Folded,
     counts: Float[Array, "K K"],
     log_prior: Float[Array, " N"],
     betas: Float[Array, " B"],
     *,
+    tabulate: Tabulate,
     rank: int,
 ) -> Leading:
     """Posteriors under the table of counts at a rank, from all folds but one."""
     memory_table, query_table = (
-        jnp.pad(table[:, :rank], ((0, 1), (0, 0))) for table in factors(counts)
+        jnp.pad(table[:, :rank], ((0, 1), (0, 0)))
+        for table in factors(counts, tabulate)
     )
     Q, F, e = data.queries.shape
     queries = query_table[data.queries].reshape(Q, F, e * rank)
@@ -291,11 +296,14 @@ def predictive(
     return lax.map(of_query, (*by_query, data.queries, _part(Q, len(tables))))
 
 
-@functools.partial(jax.jit, static_argnames=("rank", "iterations", "groups"))
+@functools.partial(
+    jax.jit, static_argnames=("tabulate", "rank", "iterations", "groups")
+)
 def maximised(
     data: Folded,
     counts: Float[Array, "K K"],
     *,
+    tabulate: Tabulate,
     rank: int,
     iterations: int,
     groups: int = 1,
@@ -312,10 +320,15 @@ def maximised(
     def step(carry):
         counts, log_weights, _, number = carry
         leading = leading_by_likelihood(
-            data, counts, jnp.repeat(log_weights, size), one, rank=rank
+            data,
+            counts,
+            jnp.repeat(log_weights, size),
+            one,
+            tabulate=tabulate,
+            rank=rank,
         )
         total = leading.total[..., 0]
-        table = probabilities(counts)[None]
+        table = tabulate(counts)[None]
         by_part, uses = counted(data, leading, one[0], total, common, table)
         new = by_part[0]
         shares = uses.reshape(groups, size).sum(1) + 0.5

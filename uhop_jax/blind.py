@@ -39,7 +39,6 @@ from uhop_jax._pytree import Pytree
 from uhop_jax.candidates import PLAIN, check_candidates
 from uhop_jax.foreign import foreign_probability
 from uhop_jax.kernels import Centering
-from uhop_jax.likelihood import probabilities
 from uhop_jax.model import Model
 from uhop_jax.posterior import mean_and_variance, with_squares
 from uhop_jax.similarity import (
@@ -214,8 +213,8 @@ def calibrate_blind(
     trials[LEARNED] = learned_trial(problem, start.counts)
     name, rival = _chosen(trials)
     if transformations is not None:
-        counts = trials[LEARNED].counts
-        moved = moved_trial(problem, counts, transformations, trials[name])
+        start = trials[LEARNED]
+        moved = moved_trial(problem, start, transformations, trials[name])
         if moved is not None:
             trials[MOVED] = moved
             advantage, error = moved.ahead_of(trials[name])
@@ -236,7 +235,7 @@ def calibrate_blind(
         standard_error=on_device(error),
         expected_error=_expected_error(memories, *used, model),
         likelihood=implied,
-        table=probabilities(trials[name].counts),
+        table=trials[name].tabulate(trials[name].counts),
         name=name,
         names=tuple(trials),
         rival=rival,

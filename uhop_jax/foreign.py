@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from uhop_jax._expectation import leading_by_similarity
 from uhop_jax.kernels import LikelihoodKernel, bins
@@ -133,6 +133,20 @@ def _logistic(x: Array, labels: Array, counts: Array, weights: Array) -> Array:
     return lax.fori_loop(0, NEWTON, step, weights)
 
 
+def _drawn(
+    key: PRNGKeyArray, table: Float[Array, "K K"], rows: Int[Array, "N d"]
+) -> Int[Array, "N d"]:
+    """A column of each row of a table of probabilities, drawn at random."""
+    number = len(table)
+    # Each row adds 1 to what is below it, so that one search serves all rows.
+    below = jnp.cumsum(table / table.sum(1, keepdims=True), 1)[:, :-1]
+    row = jnp.arange(number, dtype=table.dtype)
+    below = jnp.pad(below, ((0, 0), (0, 1)), constant_values=1.0) + row[:, None]
+    place = jax.random.uniform(key, rows.shape, table.dtype) + rows.astype(table.dtype)
+    drawn = jnp.searchsorted(below.ravel(), place, side="right").astype(rows.dtype)
+    return jnp.clip(drawn - rows * number, 0, number - 1)
+
+
 def _made(
     likelihood: Similarity, table: Array, memories: Array, observed: Array | None
 ) -> tuple[Array, Array | None]:
@@ -152,8 +166,7 @@ def _made(
             return likelihood.transformations(index, pattern[None])[0]
 
         patterns = lax.map(moved, (index.astype(jnp.int32), patterns))
-    stored = bins(patterns, kernel.edges)
-    drawn = jax.random.categorical(value_key, jnp.log(table)[stored])
+    drawn = _drawn(value_key, table, bins(patterns, kernel.edges))
     # Any value of a bin stands for the bin.
     edges = kernel.edges
     low = jnp.concatenate([edges[:1] - 1, edges])

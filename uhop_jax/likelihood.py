@@ -29,6 +29,8 @@ _VALUES = 2_000_000  # least number of corrupted component values to learn from
 _PRIOR_STRENGTHS = (0.1, 1e6, 71)  # first, last and number of `m` on a log grid
 _FLOOR = 1e-16  # least prior probability
 _RARE = 1e-4  # least share of the counts with which a bin is weighed
+_DEGREE = 2  # of the polynomials of a smooth table
+_NEWTON = 12  # steps to its coefficients
 
 
 def fit_likelihood(
@@ -120,13 +122,17 @@ def _counts(
     return counts.reshape(BINS, BINS).astype(memories.dtype), edges
 
 
-@jax.jit  # apart from `_counts`, since it is one program for all memories
-def factors(counts: Float[Array, "K K"]) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames="tabulate")
+def factors(
+    counts: Float[Array, "K K"], tabulate: Callable[[Array], Array] | None = None
+) -> tuple[Array, Array]:
     """Tables of memories and queries, whose product is the table of log-probabilities.
 
-    Log-probabilities are up to a constant of the query.
+    Log-probabilities are up to a constant of the query. `tabulate` makes probabilities
+    of counts; None is `probabilities`.
     """
-    table = jnp.log(probabilities(counts))
+    # A program apart from `_counts`, since it is one for all memories.
+    table = jnp.log((tabulate or probabilities)(counts))
     rows, columns = _weights(counts.sum(1)), _weights(counts.sum(0))
     # The mean over stored values is a constant of the query.
     table -= contract(rows**2 / (rows**2).sum(), table.T)[None]
@@ -155,6 +161,53 @@ def probabilities(counts: Float[Array, "K K"]) -> Float[Array, "K K"]:
     grid = jnp.geomspace(*_PRIOR_STRENGTHS, dtype=counts.dtype)
     m = grid[jnp.argmax(jax.vmap(leave_one_out)(grid))]
     return (counts + m * prior) / (total + m)
+
+
+@jax.jit
+def smooth_probabilities(counts: Float[Array, "K K"]) -> Float[Array, "K K"]:
+    """Probability of each column in its row, from a handful of coefficients.
+
+    The probability is a weight of the column times the exponential of a polynomial of
+    both bins, of degree 2 in each (an association model of ordered categories, Goodman
+    1979). The four coefficients, whose prior is a standard normal distribution,
+    maximise the posterior by Newton's method; in turn with them, the weights give each
+    column its share of the counts.
+    """
+    rows, share = counts.sum(1), counts.sum(0) + 0.5
+    rows_share, share = rows / jnp.maximum(rows.sum(), 1.0), share / share.sum()
+    u, v = _polynomials(rows_share), _polynomials(share)
+    observed = contract(contract(u.T, counts.T), v.T)
+
+    def table(theta: Array, log_weights: Array) -> Array:
+        polynomial = contract(contract(u, theta.T), v)
+        return jax.nn.softmax(log_weights[None] + polynomial, axis=1)
+
+    def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+        theta, log_weights = carry
+        p = table(theta, log_weights)
+        mean = contract(p, v.T)
+        spread = jnp.einsum("ac,cl,cj->alj", p, v, v) - mean[:, :, None] * mean[:, None]
+        gradient = observed - contract((rows[:, None] * u).T, mean.T) - theta
+        curvature = jnp.einsum("a,ak,ai,alj->klij", rows, u, u, spread)
+        curvature = curvature.reshape(theta.size, -1)
+        curvature += jnp.eye(theta.size, dtype=u.dtype)
+        move = jnp.linalg.solve(curvature, gradient.ravel()).reshape(theta.shape)
+        theta += move / jnp.maximum(jnp.abs(move).max(), 1.0)
+        of_columns = (rows_share[:, None] * table(theta, log_weights)).sum(0)
+        log_weights += jnp.log(share) - jnp.log(jnp.maximum(of_columns, _FLOOR))
+        return (theta, log_weights), None
+
+    start = jnp.zeros((_DEGREE, _DEGREE), counts.dtype), jnp.log(share)
+    return table(*lax.scan(step, start, length=_NEWTON)[0])
+
+
+def _polynomials(share: Array) -> Array:
+    """Orthonormal polynomials of the number of a bin, `(K, degree)`, no constant."""
+    number = share.size
+    x = jnp.linspace(-1, 1, number, dtype=share.dtype)
+    weight = jnp.sqrt((share + 1 / number) / 2)[:, None]  # no bin counts for nothing
+    powers = jnp.stack([x**degree for degree in range(_DEGREE + 1)], axis=1)
+    return (jnp.linalg.qr(weight * powers)[0] / weight)[:, 1:]
 
 
 def _paired(x: Array) -> Array:
