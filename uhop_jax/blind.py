@@ -163,7 +163,9 @@ def calibrate_blind(
     A likelihood table is learned by expectation maximisation, see
     `uhop_jax._expectation`, from the table that the best fixed similarity implies, or
     the cosine of inverted queries where it is better: a map of values that descends is
-    out of reach of the others. Among the learned and the fixed similarities the one is
+    out of reach of the others. The table is free or has four coefficients, see
+    `uhop_jax.likelihood.smooth_probabilities`, whichever predicts better; so has the
+    table by which a fixed similarity is judged. Among the learned and the fixed similarities the one is
     chosen whose posterior, from three quarters of the components, makes the last
     quarter most likely. A query is judged by what other queries teach.
 
