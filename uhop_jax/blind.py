@@ -165,9 +165,10 @@ def calibrate_blind(
     the cosine of inverted queries where it is better: a map of values that descends is
     out of reach of the others. The table is free or has four coefficients, see
     `uhop_jax.likelihood.smooth_probabilities`, whichever predicts better; so has the
-    table by which a fixed similarity is judged. Among the learned and the fixed similarities the one is
-    chosen whose posterior, from three quarters of the components, makes the last
-    quarter most likely. A query is judged by what other queries teach.
+    table by which a fixed similarity is judged. Among the learned and the fixed
+    similarities the one is chosen whose posterior, from three quarters of the
+    components, makes the last quarter most likely. A query is judged by what other
+    queries teach.
 
     `calibrate_blind` runs on the host and cannot be traced. It draws nothing at random.
 
