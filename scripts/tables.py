@@ -14,7 +14,7 @@ from files import RESULTS, all_results, read, rows_of
 from studies import BAG_SETS, STUDIES
 
 from uhop_jax import paper, records
-from uhop_jax.experiments.blind import besides, confidences
+from uhop_jax.experiments.blind import BEST, BLIND, KNOWN, besides, confidences
 from uhop_jax.experiments.rivals import RIVALS
 from uhop_jax.training import bag_report
 
@@ -245,34 +245,35 @@ def rivals() -> str:
     if not published:
         return f"Not measured yet: `{STUDIES['rivals_mnist'].command}`."
     runs = {row["run"] for row in published}
-    both = [*published, *(row for row in rows_of("blind_mnist") if row["run"] in runs)]
-    text, won, number = [], [], 0
+    same = [row for row in rows_of("blind_mnist") if row["run"] in runs]
+    listed = [beside for beside in besides(same) if beside.queries == 500]
+    text, won = [], []
     for M in sorted({row["memories"] for row in published}):
         head = [f"M = {M}", *(f"{name} ({known})" for name, known in KNOWS.items())]
         text += ["", line(*head), "|---" * len(head) + "|"]
-        rows = [row for row in both if row["memories"] == M and row["queries"] == 500]
-        cells = [(r["corruption"], r["level"]) for r in published if r["memories"] == M]
-        for kind, level in dict.fromkeys(cells):
-            samples = _samples(rows, {"corruption": kind, "level": level})
+        for beside in listed:
+            if beside.cell.memories != M:
+                continue
+            where = dict(zip(records.CELL, beside.cell, strict=True))
+            samples = _samples(published, where)
             means = {name: float(np.mean(x)) for name, x in samples.items()}
-            fixed = {name: x for name, x in means.items() if name not in KNOWS}
-            best = min(fixed, key=lambda name: fixed[name])
-            means["best fixed similarity"] = fixed[best]
+            means |= {BEST: beside.best, BLIND: beside.blind, KNOWN: beside.known}
             errors = {name: max(means[name], TINY) for name in KNOWS}
             least = min(errors.values())
             entries = []
             for error in errors.values():
                 entry = shown(error)
                 entries.append(f"**{entry}**" if error == least else entry)
-            title = f"{kind.replace('_', ' ')} {level:g}"
+            kind = beside.cell.kind.replace("_", " ")
+            title = f"{kind} {beside.cell.level:g}"
             text.append(line(title, *entries))
-            number += 1
             best = min(errors, key=errors.__getitem__)
             if best in RIVALS:
                 won.append(
                     f"{title} with {M} memories ({best} {errors[best]:.3g}, blind "
                     f"{errors['blind']:.3g})"
                 )
+    number = len(listed)
     sentence = f"A published rival has the least error in {len(won)} of {number} cells"
     return "\n".join([*text[1:], "", sentence + f": {', '.join(won)}." * bool(won)])
 

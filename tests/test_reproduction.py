@@ -33,6 +33,8 @@ from verdicts import (  # noqa: E402
     VERDICTS,
 )
 
+from uhop_jax.experiments.rivals import RIVALS  # noqa: E402
+
 # Theorems, lemmas, figures and tables of the paper, except notation.
 LABELS = """
 lemma:retrieval_dyn lemma:convergence lem:help-conv lem:converge-gd thm:exact
@@ -96,6 +98,20 @@ def test_no_row_is_of_smaller_data_than_the_papers():
             assert (
                 "20 of 200" in claim.says or name != "tiny20" or len(claim.studies) > 1
             )
+
+
+def test_the_limit_is_no_fixed_similarity(monkeypatch):
+    """The table of rivals once had the posterior mean as the best of them."""
+    errors = {"cosine": 3.0, "l1": 2.0, "limit": 0.5, "blind": 1.0}
+    errors |= {"known corruption": 4.0}
+    where = {"run": 0, "queries": 500, "memories": 100, "corruption": "noise"}
+    where |= {"level": 1.0, "setting": ""}
+    published = [dict(where, method=name, error=9.0) for name in RIVALS]
+    plain = [dict(where, method=name, error=e) for name, e in errors.items()]
+    rows = {"rivals_mnist": published, "blind_mnist": plain}
+    monkeypatch.setattr(tables, "rows_of", rows.__getitem__)
+    last = tables.rivals().split("\n")[2]
+    assert last == "| noise 1 | 2 | 9 | 9 | 9 | 9 | 4 | **1** |"
 
 
 def test_counts_match_the_rows():
