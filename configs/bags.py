@@ -12,7 +12,7 @@ For example, your own file, whose columns are label, bag and features:
 | `musk1` (default) | which molecules smell of musk? 92 bags | 3 minutes |
 | `musk2`, `elephant`, `ucsb` | the same on larger published sets | 10 minutes |
 | `mnist_bags` | is at least one 9 among some ten digits? | 3 minutes |
-| `needle` | is one marked instance among 100,000? simulated, no download | 3 minutes |
+| `needle` | is one marked instance among 100,000? simulated, no download | 2 minutes |
 | `csv` | your own file, `--config.data.name=FILE.csv` | as its size |
 
 A label belongs to a bag, not to its instances. `--config.data.dir=FOLDER` holds the

@@ -14,7 +14,7 @@ For example, the released U-Hop beside the plain layer on CIFAR-10, three seeds:
 | `reference` | the released code's runs: 1,000, 5,000 and all images | 30 minutes |
 | `tiny_imagenet` | the paper's table with three layers | long |
 | `expressiveness` | maximum training accuracy against sample size | long |
-| `convergence` | curves for each sample size | long |
+| `convergence` | the same runs: curves for each sample size | long |
 | `patches` | patches of 4 and 8, so that there is something to attend to | long |
 
 Each variant trains the arms of `--config.arms` (names in `uhop_jax/training/arms.py`)
@@ -142,10 +142,7 @@ def get_config(variant: str = "digits") -> ml_collections.ConfigDict:
             config.model.name = "transformer"
             config.model.num_heads = 4
             config.train.learning_rate = 1e-4
-        case "expressiveness":
-            config.arms = ("MHM", RELEASED[0])
-            config.sizes = (1000, 2000, 5000, 10_000, 20_000, 0)
-        case "convergence":
+        case "expressiveness" | "convergence":  # two figures of the same runs
             config.arms = ("MHM", RELEASED[0])
             config.sizes = (1000, 2000, 5000, 10_000, 20_000, 0)
         case "patches":
