@@ -27,7 +27,7 @@ from uhop_jax._expectation import (
     predictive,
     shares,
 )
-from uhop_jax.blind import LEARNED, MOVED, fixed_similarities
+from uhop_jax.blind import LEARNED, MOVED, _used, fixed_similarities
 from uhop_jax.corruption import Corruption
 from uhop_jax.experiments.blind import _best
 from uhop_jax.experiments.kinds import (
@@ -571,6 +571,29 @@ def test_twenty_queries_under_much_noise(digits):
         best.append([_best(*about, similarity)["error"] for similarity in fixed])
     # 3.9 beside 6.0; free tables alone had 7.9.
     assert np.mean(errors) < np.mean(best, 0).min()
+
+
+@pytest.mark.parametrize("number", [2, 3, 5, 20, 300])
+def test_no_query_is_left_out(digits, number):
+    """A query that is not judged may be the one that a similarity gets wrong."""
+    query, _ = queries_of(digits, uhop.Noise(0.4), number)
+    used, observed = _used(digits, query, query > 0.1)
+    np.testing.assert_array_equal(used, query)
+    np.testing.assert_array_equal(observed, query > 0.1)
+    problem = Problem.of(digits, query, None)
+    assert fixed_trial(problem, uhop.Cosine()).scores.shape[0] == number
+
+
+@pytest.mark.slow
+def test_parts_of_unlike_size_are_put_together(digits):
+    query, _ = queries_of(digits, uhop.Noise(0.4), 20)
+    problem = Problem.of(digits, query, None)
+    start = fixed_trial(problem, uhop.Cosine()).counts
+    scores = learned_trial(problem, start).each
+    assert scores.shape == (20,)
+    order = np.r_[3:20, 2, 0, 1]  # each query stays in its part
+    other = Problem.of(digits, query[order], None)
+    assert_close(learned_trial(other, start).each, scores[order], floor=1e-3)
 
 
 def test_columns_are_drawn_with_their_probabilities():

@@ -141,7 +141,7 @@ def _trial(
 def fixed_trial(problem: Problem, similarity: Similarity) -> Trial:
     """The trial of a similarity as it is."""
     memories, queries, observed = problem[:3]
-    some = even_sample(len(memories), SPREAD, 1)
+    some = even_sample(len(memories), SPREAD)
     betas = _betas(similarity, memories[some], queries, observed)
     strips = problem.strips.templates.shape[1]
     leading = leading_by_similarity(
@@ -209,7 +209,7 @@ def moved_trial(
     better than its rival does, by a standard error.
     """
     templates = _templates(problem.memories, problem.edges, transformations)
-    rows = even_sample(len(problem.queries), int(WORK / templates.size), problem.parts)
+    rows = even_sample(len(problem.queries), int(WORK / templates.size))
     interleaved, strips = _folded(templates, problem.query_bins[rows])
     options = {"tabulate": start.tabulate, "rank": RANK, "iterations": FEWER}
     options["groups"] = transformations.number
@@ -310,13 +310,9 @@ def _templates(
     return lax.map(one, number).reshape(-1, memories.shape[1])
 
 
-def even_sample(number: int, most: int, parts: int) -> np.ndarray:
-    """Even steps through `number` rows: about `most` of them, `LEAST` at least.
-
-    All parts have equally many.
-    """
+def even_sample(number: int, most: int) -> np.ndarray:
+    """Even steps through `number` rows: `most` of them, or `LEAST` if that is more."""
     kept = min(max(most, LEAST), number)
-    kept -= kept % parts
     return np.linspace(0, number - 1, kept).round().astype(int)
 
 

@@ -25,7 +25,6 @@ from uhop_jax._blind_trials import (
     learned_trial,
     likelihood_of,
     moved_trial,
-    parts_of,
 )
 from uhop_jax._checks import (
     as_floating,
@@ -304,7 +303,7 @@ def _used(
 ) -> tuple[Array, Array | None]:
     """An even sample of the queries, as many as `VALUES` and `WORK` allow."""
     most = min(VALUES // queries.shape[1], int(WORK / memories.size), MOST)
-    rows = even_sample(len(queries), most, parts_of(len(queries)))
+    rows = even_sample(len(queries), most)
     return queries[rows], None if observed is None else observed[rows]
 
 
