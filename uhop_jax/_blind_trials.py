@@ -256,17 +256,30 @@ def _of_part(
 ) -> tuple[Array, Array]:
     """Scores of a part of the queries under the table of the others, and narrowing."""
     parts, betas = len(common), jnp.asarray(BETAS, start.dtype)
-    other = np.arange(len(strips.queries)) % parts != number
-    others = interleaved._replace(queries=interleaved.queries[other])
+    inside = np.arange(len(strips.queries)) % parts == number
+    kept, largest = inside.sum(), -(-inside.size // parts)
+    others = _filled(interleaved, ~inside, inside.size - inside.size // parts)
     counts, log_weights = maximised(others, start, **options)
-    part = strips._replace(queries=strips.queries[number::parts])
+    part = _filled(strips, inside, largest)
     prior = jnp.repeat(log_weights, len(strips.templates) // log_weights.size)
     tabulate = options["tabulate"]
     leading = leading_by_likelihood(
         part, counts, prior, betas, tabulate=tabulate, rank=RANK
     )
-    about = common[number][None], tabulate(counts)[None]
-    return predictive(part, leading, betas, *about), narrowed(leading, betas, prior)
+    scores = predictive(
+        part, leading, betas, common[number][None], tabulate(counts)[None]
+    )
+    return scores[:kept], narrowed(leading, betas, prior)[:kept]
+
+
+def _filled(data: Folded, inside: np.ndarray, size: int) -> Folded:
+    """The queries inside and, up to a size, some of which no component is observed.
+
+    Parts of one size share a program; queries without components say nothing.
+    """
+    queries = data.queries[inside]
+    empty = ((0, size - len(queries)), (0, 0), (0, 0))
+    return data._replace(queries=jnp.pad(queries, empty, constant_values=BINS))
 
 
 def _together(parts: list[tuple[Array, Array]]) -> Array:
