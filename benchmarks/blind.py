@@ -50,6 +50,7 @@ def twice(
     queries = jnp.clip(memories[order] + 0.2 * noise, 0, 1)
     rows = []
     print(f"\nblind calibration, {title}")
+    jax.clear_caches()  # programs of other sizes take memory
     peak = Peak()
     for name in ("first call, compiling", "second call"):
         began = time.perf_counter()
