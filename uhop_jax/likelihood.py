@@ -198,7 +198,8 @@ def smooth_probabilities(counts: Float[Array, "K K"]) -> Float[Array, "K K"]:
         return (theta, log_weights), None
 
     start = jnp.zeros((_DEGREE, _DEGREE), counts.dtype), jnp.log(share)
-    return table(*lax.scan(step, start, length=_NEWTON)[0])
+    last = lax.scan(step, start, length=_NEWTON)[0]
+    return jnp.maximum(table(*last), _FLOOR)  # no pair of bins is impossible
 
 
 def _polynomials(share: Array) -> Array:
