@@ -181,7 +181,7 @@ RETRIEVAL = {
     "dependent_mnist": Kept(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", 1),
     "dependent_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", 2),
     "blind_mnist": Kept(f"{RETRIEVE}:blind --config.runs=6", 40),
-    "blind_cifar": Kept(f"{RETRIEVE}:blind {CIFAR} --config.runs=2", 35),
+    "blind_cifar": Kept(f"{RETRIEVE}:blind {CIFAR} --config.runs=3", 50),
     "rivals_mnist": Kept(
         f"{RETRIEVE}:blind --config.runs=2 --config.queries='(500,)' {RIVALS}", 20
     ),
