@@ -122,24 +122,6 @@ def _counts(
     return counts.reshape(BINS, BINS).astype(memories.dtype), edges
 
 
-@functools.partial(jax.jit, static_argnames="tabulate")
-def factors(
-    counts: Float[Array, "K K"], tabulate: Callable[[Array], Array] | None = None
-) -> tuple[Array, Array]:
-    """Tables of memories and queries, whose product is the table of log-probabilities.
-
-    Log-probabilities are up to a constant of the query. `tabulate` makes probabilities
-    of counts; None is `probabilities`.
-    """
-    # A program apart from `_counts`, since it is one for all memories.
-    table = jnp.log((tabulate or probabilities)(counts))
-    rows, columns = _weights(counts.sum(1)), _weights(counts.sum(0))
-    # The mean over stored values is a constant of the query.
-    table -= contract(rows**2 / (rows**2).sum(), table.T)[None]
-    u, s, vt = jnp.linalg.svd(rows[:, None] * table * columns[None])
-    return u * s[None] / rows[:, None], vt.T / columns[:, None]
-
-
 @jax.jit
 def probabilities(counts: Float[Array, "K K"]) -> Float[Array, "K K"]:
     """Probability of each column in its row, smoothed by the table of coarser bins."""
@@ -161,6 +143,24 @@ def probabilities(counts: Float[Array, "K K"]) -> Float[Array, "K K"]:
     grid = jnp.geomspace(*_PRIOR_STRENGTHS, dtype=counts.dtype)
     m = grid[jnp.argmax(jax.vmap(leave_one_out)(grid))]
     return (counts + m * prior) / (total + m)
+
+
+@functools.partial(jax.jit, static_argnames="tabulate")
+def factors(
+    counts: Float[Array, "K K"], tabulate: Callable[[Array], Array] = probabilities
+) -> tuple[Array, Array]:
+    """Tables of memories and queries, whose product is the table of log-probabilities.
+
+    Log-probabilities are up to a constant of the query. `tabulate` makes probabilities
+    of counts.
+    """
+    # A program apart from `_counts`, since it is one for all memories.
+    table = jnp.log(tabulate(counts))
+    rows, columns = _weights(counts.sum(1)), _weights(counts.sum(0))
+    # The mean over stored values is a constant of the query.
+    table -= contract(rows**2 / (rows**2).sum(), table.T)[None]
+    u, s, vt = jnp.linalg.svd(rows[:, None] * table * columns[None])
+    return u * s[None] / rows[:, None], vt.T / columns[:, None]
 
 
 @jax.jit
