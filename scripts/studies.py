@@ -180,7 +180,7 @@ RETRIEVAL = {
     "grid_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR}", 12),
     "dependent_mnist": Kept(f"{RETRIEVE}:grid {FIXED} {DEPENDENT}", 1),
     "dependent_cifar": Kept(f"{RETRIEVE}:grid {FIXED} {CIFAR} {DEPENDENT}", 2),
-    "blind_mnist": Kept(f"{RETRIEVE}:blind --config.runs=10", 70),
+    "blind_mnist": Kept(f"{RETRIEVE}:blind --config.runs=6", 40),
     "blind_cifar": Kept(f"{RETRIEVE}:blind {CIFAR} --config.runs=3", 50),
     "rivals_mnist": Kept(
         f"{RETRIEVE}:blind --config.runs=2 --config.queries='(500,)' {RIVALS}", 20
