@@ -125,6 +125,20 @@ def run_script(directory, script, *cases, **variables):
     return [tuple(result) for result in json.loads(done.stdout)]
 
 
+@pytest.fixture(scope="session")
+def digits():
+    """Sixty images of 8 x 8 pixels, `(60, 64)`, float32."""
+    from uhop_jax import data
+
+    return jnp.asarray(data.load("digits", limit=60).values, jnp.float32)
+
+
+def queries_of(memories, corruption, number=120):
+    """Corrupted copies, each memory in turn, and which memories they are."""
+    target = jnp.arange(number) % len(memories)
+    return corruption(jax.random.key(1), memories[target]), target
+
+
 @pytest.fixture
 def untyped():
     """Switches the type checks of tests off, so that checks of the library raise."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_close, every_dtype
+from conftest import assert_close, every_dtype, queries_of
 
 import uhop_jax as uhop
 from uhop_jax import _blind_trials, _expectation, data
@@ -28,7 +28,6 @@ from uhop_jax._expectation import (
     shares,
 )
 from uhop_jax.blind import LEARNED, MOVED, _used, fixed_similarities
-from uhop_jax.corruption import Corruption
 from uhop_jax.experiments.blind import _best
 from uhop_jax.experiments.kinds import (
     Blur,
@@ -37,14 +36,7 @@ from uhop_jax.experiments.kinds import (
     SaltAndPepper,
     Shift,
 )
-from uhop_jax.foreign import (
-    LONGEST,
-    NEWTON,
-    _drawn,
-    _logistic,
-    foreign_probability,
-)
-from uhop_jax.likelihood import _counts, factors, probabilities, smooth_probabilities
+from uhop_jax.likelihood import probabilities
 from uhop_jax.posterior import mean_and_variance, with_squares
 from uhop_jax.transformations import (
     Occlusions,
@@ -53,16 +45,6 @@ from uhop_jax.transformations import (
 )
 
 SHAPE = (8, 8, 1)
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return jnp.asarray(data.load("digits", limit=60).values, jnp.float32)
-
-
-def queries_of(digits, corruption, number=120):
-    target = jnp.arange(number) % len(digits)
-    return corruption(jax.random.key(1), digits[target]), target
 
 
 def error(model, memories, query, target):
@@ -175,25 +157,6 @@ def test_known_components_alone_count(digits):
     assert float(((state - digits) ** 2).sum(-1).mean()) < 0.1
 
 
-def test_foreign_queries_are_told_from_own_ones(digits):
-    memories = digits
-    others = jnp.asarray(data.load("digits", limit=90).values[60:], jnp.float32)
-    own, target = queries_of(memories, Inverted(0.1), 90)
-    query = jnp.concatenate([own, Inverted(0.1)(jax.random.key(5), others)])
-    calibration = uhop.calibrate_blind(memories, query)
-    foreign = np.asarray(calibration.foreign(memories, query))
-    assert foreign.shape == (120,) and foreign.min() >= 0 and foreign.max() <= 1
-    assert np.median(foreign[:90]) < 0.1 and np.median(foreign[90:]) > 0.9
-    assert abs(foreign.mean() - 30 / 120) < 0.08
-    # A copy of a memory is no other memory, and does not make queries own or foreign.
-    twice = jnp.concatenate([memories, memories[:7]])
-    np.testing.assert_array_equal(calibration.foreign(twice, query), foreign)
-    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), calibration)
-    assert_close(wide.foreign(memories, query), foreign.astype(float), floor=0.1)
-    with pytest.raises(ValueError, match="memories must be three at least"):
-        calibration.foreign(memories[:2], query)
-
-
 def test_mean_and_variance_far_from_the_origin():
     rng = np.random.default_rng(0)
     patterns, weights = rng.normal(size=(5, 7)), rng.dirichlet(np.ones(5), 3)
@@ -246,38 +209,6 @@ def test_the_spread_of_overlaps_is_of_all_memories():
         for x in map(jnp.asarray, (memories, memories[::-1]))
     ]
     assert (abs(np.log(betas[0] / betas[1])) < 1).all()
-
-
-def test_the_regression_recovers_from_sure_and_wrong_weights():
-    """Full steps of Newton's method are a thousand times too long there."""
-    rng = np.random.default_rng(0)
-    z = np.concatenate([rng.normal(2, 1, (100, 2)), rng.normal(-2, 1, (100, 2))])
-    design = jnp.asarray(np.concatenate([np.ones((200, 1)), z, z * z], -1))
-    labels = jnp.asarray(np.repeat([1.0, 0.0], 100))
-    weights = jnp.asarray([0.0, -5.0, -5.0, 0.0, 0.0])
-    for _ in range(40):
-        before, weights = weights, _logistic(design, labels, labels * 0 + 1, weights)
-        moved = jnp.abs(design @ (weights - before)).max()
-        assert moved <= LONGEST * NEWTON * (1 + 1e-9)
-    assert moved < 1e-6
-    assert ((design @ weights > 0) == (labels > 0)).mean() > 0.99
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("own", "foreign"), [(90, 30), (90, 0), (2, 1)])
-def test_foreign_queries_of_a_known_table(own, foreign):
-    everything = jnp.asarray(data.load("digits", limit=300).values, jnp.float32)
-    memories, others = everything[:100], everything[100:]
-    corruption = Inverted(0.02)
-    counts, edges = _counts(
-        jax.random.key(0), memories, Corruption.of(corruption), copies=8
-    )
-    kernel = uhop.LikelihoodKernel(*factors(counts), edges, 64)
-    stored = jnp.concatenate([memories[:own], others[:foreign]])
-    query = corruption(jax.random.key(1), stored)
-    about = uhop.Dot(kernel), probabilities(counts), memories, query
-    p = np.asarray(foreign_probability(*about))
-    assert p[:own].max() < 0.2 and (p[own:] > 0.8).all()
 
 
 @pytest.mark.slow
@@ -494,73 +425,6 @@ def test_posteriors_without_strips_are_those_of_the_other_components():
         assert_close(a.astype(jnp.float64), b)
 
 
-def test_factors_of_a_table_are_its_logarithm():
-    counts = jnp.asarray(np.random.default_rng(0).integers(1, 9, (5, 5)), jnp.float64)
-    rows, columns = factors(counts)
-    difference = rows @ columns.T - jnp.log(probabilities(counts))
-    assert_close(difference - difference[:1], np.zeros((5, 5)))
-
-
-def polynomial_table(theta, number=65):
-    """Probabilities whose logarithm is a polynomial of both bins, and their rows."""
-    x = np.linspace(-1, 1, number)
-    powers = np.stack([x, x * x])
-    table = np.exp(powers.T @ theta @ powers - 2 * x[None])
-    rows = 1 + np.arange(number) % 3
-    return table / table.sum(1, keepdims=True), rows
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0])
-def test_a_smooth_table_is_that_of_its_counts(scale):
-    """Weak associations leave the share of a column, as the docstring says."""
-    table, rows = polynomial_table(scale * np.array([[0.5, 0.2], [-0.3, 0.4]]))
-    counts = jnp.asarray(1e5 * rows[:, None] * table)
-    smooth = smooth_probabilities(counts)
-    assert_close(smooth.sum(1), np.ones(65))
-    share = np.asarray(counts.sum(0) / counts.sum())
-    far = np.abs(np.asarray(table) / share - 1).mean()
-    assert np.abs(np.asarray(smooth) / np.asarray(table) - 1).mean() <= 0.1 * far + 1e-5
-
-
-def test_few_counts_of_a_smooth_table_need_few_coefficients():
-    table, rows = polynomial_table(np.array([[1.0, 0.2], [-0.3, 0.4]]))
-    rng = np.random.default_rng(0)
-    counts = jnp.asarray(
-        [rng.multinomial(10 * n, p) for n, p in zip(rows, table, strict=True)],
-        jnp.float64,
-    )
-
-    def association(table):
-        log = np.log(np.asarray(table))
-        return log - log.mean(0) - log.mean(1, keepdims=True) + log.mean()
-
-    def error(estimate):
-        return float(((association(estimate) - association(table)) ** 2).mean())
-
-    assert error(smooth_probabilities(counts)) < 0.2 * error(probabilities(counts))
-    assert error(smooth_probabilities(counts)) < 0.2 * error(np.ones((65, 65)))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_smooth_tables_of_extreme_counts(dtype):
-    diagonal = 1e6 * jnp.eye(65, dtype=dtype)
-    one = jnp.zeros((65, 65), dtype).at[3, 60].set(7.0)
-    certain = jnp.zeros((65, 65), dtype).at[0, 1:].set(1e-3)
-    certain = certain.at[(0, -1, -1), (0, -1, 0)].set(1e3)
-    cases = jnp.zeros((65, 65), dtype), one, diagonal, diagonal[::-1], certain
-    for counts in cases:
-        smooth = smooth_probabilities(counts)
-        assert smooth.dtype == dtype and bool(jnp.isfinite(smooth).all())
-        # A table with zeros once gave a model of NaN (MNIST, blurred).
-        assert bool((smooth >= 1e-16).all())
-        assert_close(smooth.sum(1).astype(jnp.float64), np.ones(65), floor=1e-5)
-    rising, falling = (
-        smooth_probabilities(diagonal),
-        smooth_probabilities(diagonal[::-1]),
-    )
-    assert (rising[10].argmax() < 20) and (falling[10].argmax() > 45)
-
-
 def test_twenty_queries_under_much_noise(digits):
     """Smooth tables tell the memory where free ones, of 4,225 entries, cannot."""
     enlarged = jnp.repeat(jnp.repeat(digits.reshape(-1, 8, 8), 3, 1), 3, 2)
@@ -598,16 +462,6 @@ def test_parts_of_unlike_size_are_put_together(digits):
     order = np.r_[3:20, 2, 0, 1]  # each query stays in its part
     other = Problem.of(digits, query[order], None)
     assert_close(learned_trial(other, start).each, scores[order], floor=1e-3)
-
-
-def test_columns_are_drawn_with_their_probabilities():
-    table = jnp.asarray([[0.1, 0.0, 0.9], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
-    rows = jnp.tile(jnp.arange(3), (20_000, 1))
-    drawn = np.asarray(_drawn(jax.random.key(0), table, rows))
-    for row in range(3):
-        share = np.bincount(drawn[:, row], minlength=3) / len(drawn)
-        np.testing.assert_allclose(share, table[row], atol=0.01)
-        assert (share[np.asarray(table[row]) == 0] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from conftest import assert_close
 
 import uhop_jax as uhop
-from uhop_jax import data
 from uhop_jax.experiments.kinds import (
     Blur,
     ShiftedNoise,
@@ -27,11 +26,6 @@ from uhop_jax.transformations import (
 )
 
 SHAPE = (8, 8, 1)
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return jnp.asarray(data.load("digits", limit=60).values, jnp.float32)
 
 
 @pytest.mark.parametrize(
